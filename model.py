@@ -1,0 +1,362 @@
+"""The model: a pre-norm transformer with a mixture of experts in each layer, on bytes.
+
+RMSNorm, rotary positions, grouped-query attention with normalised queries and keys, SwiGLU experts,
+sigmoid router without auxiliary loss or dropped tokens. The shapes are those of Hugging Face's
+Glm4MoeForCausalLM, so that a trained model can be exported. Precision is a recipe (quant.py), not
+another set of classes.
+
+Letters: B sequences, T positions, D width, H heads, G key/value heads, C head width, E experts,
+k experts a token, F expert width, V vocabulary, N = B*T tokens, R rows of the expert buffer.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+import moe_comm
+import quant
+
+NEWLINE, PAD = 10, 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes of a model. head_dim 0 means dim / heads, dense_dim 0 means 4 * dim."""
+    dim: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 0
+    experts: int = 4
+    top_k: int = 2
+    expert_dim: int = 64
+    shared: int = 1              # shared experts: every token's, one SwiGLU of shared * expert_dim
+    dense_layers: int = 0        # leading layers with one dense SwiGLU of dense_dim instead of experts
+    dense_dim: int = 0
+    seq_len: int = 128
+    vocab: int = 256
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    route_scale: float = 1.0     # multiplies the gates
+
+    def __post_init__(self):
+        for name in ("dim", "layers", "heads", "kv_heads", "experts", "top_k", "expert_dim", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+        object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.heads)
+        object.__setattr__(self, "dense_dim", self.dense_dim or 4 * self.dim)
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k}: must be at most the number of experts, {self.experts}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads}: must divide heads {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim}: must be even, rotary positions turn pairs")
+        if not 0 <= self.dense_layers < self.layers:
+            raise ValueError(f"dense_layers {self.dense_layers}: must be 0 to {self.layers - 1}")
+        if self.shared < 0:
+            raise ValueError(f"shared {self.shared}: must be at least 0")
+
+    def check_blocks(self, recipe):
+        """Raise ValueError where a quantised layer has a dimension that no block divides."""
+        sizes = dict(dim=self.dim, expert_dim=self.expert_dim, dense_dim=self.dense_dim)
+        sizes["heads * head_dim"] = self.heads * self.head_dim
+        for name, size in sizes.items():
+            if recipe.dense.block > 1 and size % recipe.dense.block:
+                raise ValueError(f"{name} {size}: must be a multiple of {recipe.dense.block} in "
+                                 f"{recipe.name}, whose blocks run along both sides of a weight")
+
+
+# ---------------------------------------------------------------------------------------- small parts
+class _Embed(torch.autograd.Function):
+    """Rows of a table; the gradient is a GEMM with one-hot rows, which sums in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, table, idx, dtype):
+        ctx.save_for_backward(idx)
+        ctx.vocab = table.shape[0]
+        return table.index_select(0, idx.flatten()).to(dtype).view(*idx.shape, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        idx, = ctx.saved_tensors
+        one_hot = torch.zeros(idx.numel(), ctx.vocab, dtype=dy.dtype, device=dy.device)
+        one_hot.scatter_(1, idx.reshape(-1, 1), 1.0)
+        return (one_hot.T @ dy.flatten(0, -2)).float(), None, None
+
+
+def rms_norm(x, weight, eps):
+    """x / rms(x) * weight, computed in fp32."""
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def rope_table(positions, head_dim, theta):
+    """cos and sin [T, C] of each position's angles, in the two-halves layout."""
+    rate = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angle = torch.outer(positions.float(), rate).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rope(x, cos, sin):
+    """Turn the pairs (i, i + C/2) of x [B, T, H, C] by their position's angles."""
+    a, b = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
+
+
+def swiglu(h):
+    """silu(gate) * up for h = [gate | up]."""
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# --------------------------------------------------------------------------------------------- layers
+class Layer(nn.Module):
+    """Attention and experts; weights are plain fp32 parameters, the GEMMs are quant.py's."""
+
+    def __init__(self, cfg, index, recipe):
+        super().__init__()
+        self.cfg, self.index, self.recipe = cfg, index, recipe
+        self.gemms = recipe.experts_of(index, cfg.layers)
+        self.is_moe = index >= cfg.dense_layers
+        D, q_dim, kv_dim = cfg.dim, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+
+        def weight(*shape):
+            return nn.Parameter(torch.empty(shape))
+        self.attn_norm, self.ffn_norm = nn.Parameter(torch.ones(D)), nn.Parameter(torch.ones(D))
+        self.q_norm = nn.Parameter(torch.ones(cfg.head_dim))
+        self.k_norm = nn.Parameter(torch.ones(cfg.head_dim))
+        self.wq, self.wk, self.wv = weight(q_dim, D), weight(kv_dim, D), weight(kv_dim, D)
+        self.wo = weight(D, q_dim)
+        if self.is_moe:
+            self.router = weight(cfg.experts, D)
+            self.w1 = weight(cfg.experts, 2 * cfg.expert_dim, D)     # gate rows, then up rows
+            self.w2 = weight(cfg.experts, D, cfg.expert_dim)
+            # Not trained by gradient: moved by the sign of the load error (see balance()).
+            self.register_buffer("bias", torch.zeros(cfg.experts))
+            self.register_buffer("load", torch.zeros(cfg.experts, dtype=torch.int64), persistent=False)
+        width = cfg.shared * cfg.expert_dim if self.is_moe else cfg.dense_dim
+        if width:
+            self.v1, self.v2 = weight(2 * width, D), weight(D, width)
+        self.has_dense = bool(width)
+
+    def linears(self):
+        """name -> Gemms of each weight that a GEMM of quant.py reads."""
+        dense = self.recipe.dense
+        names = dict(wq=dense, wk=quant.IN_BF16, wv=quant.IN_BF16, wo=dense)
+        if self.is_moe:
+            names |= dict(w1=self.gemms, w2=self.gemms)
+        if self.has_dense:
+            names |= dict(v1=dense, v2=dense)
+        return names
+
+    def attention(self, x, lin, cos, sin, cache):
+        """x [B, T, D] -> [B, T, D]. cache: None, or (keys, values [B, G, length, C], position)."""
+        B, T, _ = x.shape
+        C, eps = self.cfg.head_dim, self.cfg.norm_eps
+        q = rms_norm(lin("wq", x).view(B, T, -1, C), self.q_norm, eps)
+        k = rms_norm(lin("wk", x).view(B, T, -1, C), self.k_norm, eps)
+        v = lin("wv", x).view(B, T, -1, C).transpose(1, 2)                       # [B, G, T, C]
+        q, k = rope(q, cos, sin).transpose(1, 2), rope(k, cos, sin).transpose(1, 2)
+        if cache is not None:
+            keys, values, at = cache
+            keys[:, :, at:at + T], values[:, :, at:at + T] = k, v
+            k, v = keys[:, :, :at + T], values[:, :, :at + T]
+        # A single new position sees the whole cache; a prompt starts at 0 and is causal.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1,
+                                           enable_gqa=self.cfg.heads != self.cfg.kv_heads)
+        return lin("wo", y.transpose(1, 2).reshape(B, T, -1))
+
+    def choose(self, x):
+        """(experts [N, k], gates [N, k] fp32) of tokens x [N, D]: sigmoid scores, chosen on
+        score + bias, gates from the unbiased scores."""
+        scores = torch.sigmoid(x.float() @ self.router.T)                        # [N, E]
+        experts = (scores.detach() + self.bias).topk(self.cfg.top_k, -1).indices
+        gates = scores.gather(1, experts)
+        return experts, gates / gates.sum(-1, keepdim=True) * self.cfg.route_scale
+
+    def moe(self, x, lin, weights, seed, first_token):
+        """x [N, D] -> the gated sum of its k experts [N, D]."""
+        g, wire = self.gemms, self.recipe.combine
+        experts, gates = self.choose(x)
+        plan = moe_comm.route(experts, self.cfg.experts)
+        if self.training and torch.is_grad_enabled():
+            self.load += plan.counts
+        ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
+        xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
+        h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
+                                 rounded=g.wire != "bf16", seed=quant.fold(seed, 1))
+        y = quant.grouped_linear(swiglu(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
+                                 seed=quant.fold(seed, 2))                       # [R, D]
+        return moe_comm.combine(y, gates, plan, wire)
+
+    def forward(self, x, weights, cos, sin, cache, seed, first_token):
+        def lin(name, x):
+            return quant.linear(x, getattr(self, name), self.linears()[name], weight=weights[name])
+        x = x + self.attention(rms_norm(x, self.attn_norm, self.cfg.norm_eps), lin, cos, sin, cache)
+        h = rms_norm(x, self.ffn_norm, self.cfg.norm_eps).flatten(0, 1)          # [N, D]
+        out = lin("v2", swiglu(lin("v1", h))) if self.has_dense else 0
+        if self.is_moe:
+            out = out + self.moe(h, lin, weights, seed, first_token)
+        return x + out.view_as(x)
+
+
+class GPT(nn.Module):
+    """Byte-level language model. Weights are fp32; `operands` are what the GEMMs read of them, made
+    again whenever the weights have changed."""
+
+    def __init__(self, cfg, recipe="bf16", seed=0):
+        super().__init__()
+        self.cfg, self.recipe = cfg, quant.RECIPES[recipe]
+        cfg.check_blocks(self.recipe)
+        self.embed = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
+        self.blocks = nn.ModuleList(Layer(cfg, i, self.recipe) for i in range(cfg.layers))
+        self.norm = nn.Parameter(torch.ones(cfg.dim))
+        self.head = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
+        self.seed = quant.fold(seed)            # of this step's stochastic rounding
+        self._versions = self.operands = None
+        self.init_weights(seed)
+
+    def init_weights(self, seed):
+        """Normal with standard deviation 1/sqrt(inputs); smaller where the residual stream adds up."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                continue
+            std = 1.0 if name == "embed" else p.shape[-1] ** -0.5
+            if name.endswith(("wo", "w2", "v2")):
+                std /= (2 * self.cfg.layers) ** 0.5
+            nn.init.normal_(p, std=std, generator=generator)
+
+    @property
+    def dtype(self):
+        """Type of the activations."""
+        return torch.bfloat16 if self.embed.is_cuda else torch.float32
+
+    def prepare(self):
+        """Make the GEMM operands of all weights: once per optimizer step."""
+        self.operands = []
+        for i, block in enumerate(self.blocks):
+            prepared = {}
+            for j, (name, g) in enumerate(block.linears().items()):
+                w = getattr(block, name)
+                prepared[name] = quant.prepare(w if w.dim() == 3 else w[None], g, dtype=self.dtype,
+                                               seed=quant.fold(self.seed, i, 16 + j))
+            self.operands.append(prepared)
+        self.head_operand = quant.prepare(self.head[None], quant.IN_BF16, dtype=self.dtype)
+        self._versions = [p._version for p in self.parameters()]
+
+    def forward(self, idx, cache=None, first_token=0):
+        """Logits [B, T, V] (fp32) of bytes idx [B, T]. first_token: this micro-batch's first token in
+        the whole batch; it names the tokens for stochastic rounding."""
+        if self._versions != [p._version for p in self.parameters()]:
+            self.prepare()
+        at = cache.position if cache else 0
+        positions = torch.arange(at, at + idx.shape[1], device=idx.device)
+        cos, sin = rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        x = _Embed.apply(self.embed, idx, self.dtype)                            # [B, T, D]
+        for i, block in enumerate(self.blocks):
+            kv = (cache.keys[i], cache.values[i], at) if cache else None
+            x = block(x, self.operands[i], cos, sin, kv, quant.fold(self.seed, i), first_token)
+        if cache:
+            cache.position += idx.shape[1]
+        x = rms_norm(x, self.norm, self.cfg.norm_eps)
+        return quant.linear(x, self.head, quant.IN_BF16, weight=self.head_operand).float()
+
+    @torch.no_grad()
+    def balance(self, rate):
+        """Move each router's bias by `rate` toward an even load, then forget the load. Returns the
+        largest load over the mean, the worst layer's."""
+        worst = []
+        for block in self.blocks:
+            if block.is_moe:
+                load = block.load.float()
+                worst.append(load.max() / load.mean().clamp(min=1))
+                block.bias += rate * (load.mean() - load).sign()
+                block.load.zero_()
+        return torch.stack(worst).max()
+
+    # ------------------------------------------------------------------------------------- generation
+    @torch.no_grad()
+    def stream(self, prompt, new, *, temperature=1.0, top_k=0, seed=0, ids=None):
+        """Yield (byte [B], log-probability [B]) for each of `new` positions after prompt [B, P].
+
+        temperature 0 is greedy; top_k 0 keeps every byte. The draw for sequence ids[b] at a position
+        depends on (seed, id, position) alone, not on the batch. The log-probability is that of the
+        distribution drawn from. Past seq_len the window slides by half.
+        """
+        ids = torch.arange(prompt.shape[0]) if ids is None else ids
+        ids, text = ids.int().to(prompt.device)[:, None], prompt
+        cache, feed = None, None
+        for n in range(new):
+            if cache is None or cache.position == self.cfg.seq_len:
+                keep = self.cfg.seq_len if cache is None else -(-self.cfg.seq_len // 2)
+                feed = text[:, -keep:]
+                cache = Cache(self, prompt.shape[0], min(self.cfg.seq_len, feed.shape[1] + new - n))
+            logits = self(feed, cache)[:, -1]                                    # [B, V]
+            token, logp = sample(logits, temperature, top_k, seed, ids, n)
+            text, feed = torch.cat([text, token[:, None]], 1), token[:, None]
+            yield token, logp
+
+    def generate(self, prompt, new, *, stop=None, **kw):
+        """(bytes [B, n], log-probabilities [B, n], mask [B, n]) after prompt [B, P], n <= new.
+
+        With `stop` a sequence ends at that byte, which is the last one in its mask; what follows is
+        PAD. Options as in stream().
+        """
+        tokens, logps, masks = [], [], []
+        alive = torch.ones(prompt.shape[0], dtype=torch.bool, device=prompt.device)
+        for token, logp in self.stream(prompt, new, **kw):
+            tokens.append(token.where(alive, PAD))
+            logps.append(logp.where(alive, 0.0))
+            masks.append(alive)
+            if stop is not None:
+                alive = alive & (token != stop)
+                if not alive.is_cuda and not alive.any():
+                    break
+        return torch.stack(tokens, 1), torch.stack(logps, 1), torch.stack(masks, 1)
+
+    # -------------------------------------------------------------------------------------- accounting
+    def parameters_active(self):
+        """(all parameters, those that one token uses)."""
+        total = sum(p.numel() for p in self.parameters())
+        routed = sum(b.w1.numel() + b.w2.numel() for b in self.blocks if b.is_moe)
+        return total, total - routed + routed * self.cfg.top_k // self.cfg.experts
+
+    def flops_per_token(self, length=None):
+        """Floating-point operations of a training step for each token, forward and backward: 6 for
+        each active weight of a matrix, 12 * H * C for each of the length/2 positions it sees on
+        average. The same number for every precision."""
+        cfg, length = self.cfg, length or self.cfg.seq_len
+        active = self.parameters_active()[1] - self.embed.numel()
+        return 6 * active + 12 * cfg.layers * cfg.heads * cfg.head_dim * length // 2
+
+
+class Cache:
+    """Keys and values [B, G, length, C] of each layer, and how many positions are filled."""
+
+    def __init__(self, model, batch, length):
+        cfg = model.cfg
+        shape = (batch, cfg.kv_heads, length, cfg.head_dim)
+
+        def empty():
+            return [torch.empty(shape, dtype=model.dtype, device=model.embed.device) for _ in model.blocks]
+        self.keys, self.values, self.position = empty(), empty(), 0
+
+
+def sample(logits, temperature, top_k, seed, ids, position):
+    """Draw a byte from logits [B, V]: (byte [B], its log-probability [B])."""
+    if temperature == 0:
+        logp, token = F.log_softmax(logits, -1).max(-1)
+        return token, logp
+    logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], -torch.inf)
+    logp = F.log_softmax(logits, -1)
+    total = logp.exp().cumsum(-1)                                                # [B, V]
+    column = torch.tensor([position], dtype=torch.int32, device=logits.device)
+    u = quant.uniform(seed, ids, column) * total[:, -1:]                         # [B, 1]
+    token = (total <= u).sum(-1).clamp_(max=logits.shape[-1] - 1)
+    return token, logp.gather(1, token[:, None])[:, 0]

@@ -1,0 +1,105 @@
+"""The way of a token to its experts and back: route, dispatch, combine.
+
+A mixture-of-experts layer sends each token to its k experts and sums what comes back. With experts
+on several GPUs these rows cross the link, which can cost more than the arithmetic, so they travel
+in 4 or 8 bits. The rounding belongs to the recipe, not to the number of GPUs: it happens at one
+process too, where there is nothing to send.
+
+    direction            what                      format
+    dispatch             token x                   what the expert GEMM reads (nvfp4 or mxfp8)
+    combine              expert result y           mxfp8; the gate multiplies the decoded result
+    combine, backward    gate * dOut               mxfp8
+    dispatch, backward   dX of each expert copy    mxfp8; copies are summed at home, in fp32
+
+Letters: T tokens, k experts a token, E experts, R rows of the expert buffer, D width.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import quant
+
+ALIGN = 128      # each expert's rows start at a multiple: the GEMM tile, and whole blocks along T
+
+
+@dataclass
+class Plan:
+    """Where each token copy goes. Copy t*k + j is token t on its way to its j-th expert.
+
+    The buffer has R = T*k + E*127 rows, rounded up: a static size, so that nothing waits for counts.
+    A padding row holds token 0's copy; no GEMM reads it.
+    """
+    counts: torch.Tensor      # int32 [E] real rows of each expert
+    slot: torch.Tensor        # int64 [T*k] row of each copy
+    copy: torch.Tensor        # int64 [R] copy in each row
+    token: torch.Tensor       # int64 [R] token in each row
+
+
+def route(experts, n_experts):
+    """The plan for expert choices [T, k]: copies sorted by expert, in token order within one."""
+    T, k = experts.shape
+    flat = experts.flatten()                                                     # [T*k]
+    counts = torch.zeros(n_experts, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))                          # integers: exact
+    padded = (counts + ALIGN - 1) // ALIGN * ALIGN
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)            # start - sorted rank
+    order = flat.argsort(stable=True)                                            # copy at each rank
+    row = torch.arange(T * k, device=flat.device) + shift[flat[order]]
+    R = -(-(T * k + n_experts * (ALIGN - 1)) // ALIGN) * ALIGN
+    slot = torch.empty_like(flat).scatter_(0, order, row)
+    copy = torch.zeros(R, dtype=torch.int64, device=flat.device).scatter_(0, row, order)
+    return Plan(counts.int(), slot, copy, copy // k)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, plan, wire, back):
+        ctx.plan, ctx.back, ctx.tokens = plan, back, x.shape[0]
+        if quant.is_fp4(wire):
+            q = quant.backend_for(x).quantize(x, wire).select(plan.token)
+            # The numbers travel packed. What autograd sees is a shape for the gradient to flow through.
+            return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q
+        x = quant.backend_for(x).operand(x, wire)
+        return x.index_select(0, plan.token), None                               # [R, D]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx, _):
+        dx = dx.index_select(0, ctx.plan.slot)                                   # [T*k, D]
+        dx = quant.backend_for(dx).operand(dx, ctx.back)
+        return dx.view(ctx.tokens, -1, dx.shape[1]).sum(1), None, None, None     # [T, D]
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, gates, plan, wire):
+        T, k = gates.shape
+        y = quant.backend_for(y).operand(y.index_select(0, plan.slot), wire)     # [T*k, D]
+        ctx.save_for_backward(y, gates)
+        ctx.plan, ctx.wire = plan, wire
+        return (gates[..., None] * y.view(T, k, -1)).sum(1).to(y.dtype)          # [T, D], gate in fp32
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        y, gates = ctx.saved_tensors
+        T, k = gates.shape
+        dgates = (y.view(T, k, -1) * dout[:, None]).sum(-1, dtype=torch.float32) # [T, k]
+        dy = (gates[..., None] * dout[:, None]).to(y.dtype).view(T * k, -1)      # [T*k, D]
+        dy = quant.backend_for(dy).operand(dy, ctx.wire)
+        return dy.index_select(0, ctx.plan.copy), dgates, None, None             # [R, D]
+
+
+def dispatch(x, plan, wire="bf16", back="bf16"):
+    """Rows for the experts from tokens x [T, D]: (rows [R, D], the same rows packed or None).
+
+    wire: the format in which they travel; back: the format of the gradient's way home. Where rows
+    travel in 4 bits the first result has no storage: it only carries the gradient.
+    """
+    return _Dispatch.apply(x, plan, wire, back)
+
+
+def combine(y, gates, plan, wire="bf16"):
+    """out[t] = sum over j of gates[t, j] * y[row of copy (t, j)], y [R, D] rounded to `wire` first."""
+    return _Combine.apply(y, gates, plan, wire)

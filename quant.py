@@ -1,0 +1,644 @@
+"""Numbers of 8 and 4 bits for training: MXFP8, NVFP4, how they are rounded, and which GEMM reads what.
+
+A low-precision tensor is made of *blocks*: a run of 32 (MXFP8) or 16 (NVFP4) neighbours along the
+axis that a matrix product sums over. The numbers of a block share one *scale*, so that the largest
+of them just fits the few bits of an element:
+
+                   MXFP8                         NVFP4
+    element        E4M3, largest 448             E2M1: 0 .5 1 1.5 2 3 4 6 and their negatives
+    block          32                            16
+    block scale    E8M0: a power of two          E4M3, 3 bits of mantissa, largest 448
+    outer scale    none                          fp32, a power of two, one per row
+    bits a number  8 + 8/32 = 8.25               4 + 8/16 = 4.5
+
+    value = element * block scale * outer scale
+
+Three ideas carry the file.
+
+1. The outer scale is a power of two. An E2M1 element times an E4M3 scale has at most 6 significant
+   bits, so every decoded number is exact in bf16. An ordinary bf16 GEMM on decoded numbers therefore
+   forms the very products that a block-scaled tensor core forms, and one recipe has the same numbers
+   on a CPU, on a Hopper and on a Blackwell. There is one per row, so what a token becomes does not
+   depend on its neighbours in the batch: rollout and training agree, and a token may be rounded
+   before it is sent to another GPU.
+
+2. Stochastic rounding is unbiased only if nothing clips. Rounding x between neighbours lo < hi up
+   with probability (x - lo) / (hi - lo) has mean x, but if the block scale was itself rounded down,
+   the block's largest number lies above the largest element and is clipped. So the NVFP4 scale is
+   rounded up when elements are rounded stochastically (and MXFP8's always is).
+
+3. A linear layer is three GEMMs, each summing over another axis, so each tensor is rounded twice:
+
+       forward  Y  = X  W^T    sums over K     X [T, K], W [N, K], blocks along K
+       dgrad    dX = dY W      sums over N     dY [T, N], W [N, K], blocks along N
+       wgrad    dW = dY^T X    sums over T     dY [T, N], X [T, K], blocks along T
+
+   The second copy of W and X should stand for what the forward pass used. The NVFP4 recipe decodes
+   the 4-bit copy, exactly, and rounds it along the other axis to MXFP8 stochastically: averaged over
+   steps, the backward pass sees the forward weights and nothing of X but 4.5 bits is kept.
+
+Letters: T tokens, R rows sorted by expert and padded, E experts, N outputs, K inputs, V block size.
+Sources: OCP Microscaling v1.0 (MX); NVIDIA, "Pretraining LLMs with NVFP4" (2025); the MXFP8
+recipe of TorchAO; Thinking Machines' Inkling 2 Small for a 4-bit forward with an 8-bit backward.
+`python quant.py` prints the formats and rounds one block by hand.
+"""
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# ------------------------------------------------------------------------------------------ formats
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)     # code & 7; bit 3 is the sign
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block format. The last three fields are the choices that the ablations turn."""
+    name: str
+    block: int            # numbers that share one scale
+    mantissa: int         # mantissa bits of an element
+    emin: int             # exponent of the smallest normal element; below it the grid is even
+    largest: float        # largest element
+    outer: str = "row"    # NVFP4: "row", a power of two for each row, or "tensor", one amax/2688 for all
+    tile: int = 1         # NVFP4 weights: rows that share a scale (16: NVIDIA's 16x16 weight tiles)
+    four_six: bool = False    # NVFP4: map a block's largest to 6 or to 4, whichever fits better
+
+
+MXFP8 = Format("mxfp8", block=32, mantissa=3, emin=-6, largest=448.0)
+NVFP4 = Format("nvfp4", block=16, mantissa=1, emin=0, largest=6.0)
+FORMATS = {
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+    "nvfp4_tensor": replace(NVFP4, outer="tensor"),
+    "nvfp4_tile": replace(NVFP4, tile=16),
+    "nvfp4_46": replace(NVFP4, four_six=True),
+}
+
+
+def is_fp4(fmt):
+    return fmt in FORMATS and FORMATS[fmt].block == NVFP4.block
+
+
+def _byte_values(kind):
+    """The 256 values of a byte format as an fp32 table. E8M0 is 2^(byte-127) and 255 is NaN."""
+    byte = torch.arange(256, dtype=torch.int32)
+    if kind == "e4m3":
+        return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    # Byte 0 is 2^-127, an fp32 denormal; the fp32 bits of the others are the byte as exponent.
+    values = (byte << 23).clamp_(min=0x00400000).view(torch.float32)
+    values[255] = torch.nan
+    return values
+
+
+def _tables(device):
+    signed = torch.tensor(E2M1 + tuple(-v for v in E2M1))
+    pairs = torch.stack([signed.repeat(16), signed.repeat_interleave(16)], -1)  # low nibble first
+    e8m0 = _byte_values("e8m0")
+    encode = (254 - torch.arange(256, dtype=torch.int32) << 23).clamp_(min=0).view(torch.float32)
+    return SimpleNamespace(e4m3=_byte_values("e4m3").to(device), e8m0=e8m0.to(device),
+                           e8m0_inverse=encode.to(device),
+                           e2m1_pairs=torch.view_as_complex(pairs.contiguous()).to(device))
+
+
+_TABLES = {}
+
+
+def tables(device):
+    """The decoding tables on `device`, made once."""
+    if device not in _TABLES:
+        _TABLES[device] = _tables(device)
+    return _TABLES[device]
+
+
+def _lookup(table, index):
+    """table[index] for an integer tensor of any shape (index_select is 5x faster than indexing)."""
+    return table.index_select(0, index.reshape(-1).int()).view(index.shape)
+
+
+# ------------------------------------------------------------------------------------ random numbers
+def mix(h):
+    """A bijection of 32-bit integers that looks random (constants: Wellons' lowbias32).
+
+    int32 arithmetic wraps modulo 2^32; `& 0xFFFF` makes the arithmetic shift a logical one.
+    """
+    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ (h >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return h ^ (h >> 16 & 0xFFFF)
+
+
+def fold(seed, *labels):
+    """A new seed from a seed and integer labels (step, layer, operand...); an int32 scalar tensor."""
+    if not torch.is_tensor(seed):
+        seed = torch.tensor((int(seed) + (1 << 31)) % (1 << 32) - (1 << 31), dtype=torch.int32)
+    for label in labels:
+        seed = mix(mix(seed) + label)
+    return seed
+
+
+def random_bits(seed, rows, cols):
+    """32 random bits for each number (row, col): a hash, so that the same number draws the same bits
+    on any device, in any storage order, after a resume, and in a test.
+
+    rows, cols: int32 tensors that broadcast together. Each is mixed by itself before they meet: with
+    row * A + seed * B some pairs of seeds give one stream, shifted.
+    """
+    h = mix(mix(rows) + mix(fold(seed).to(rows.device))) + mix(cols ^ 0x5BD1E995)
+    h ^= h >> 16 & 0xFFFF
+    h *= 0x7FEB352D
+    h ^= h >> 15 & 0x1FFFF
+    h *= 0x846CA68B - (1 << 32)
+    return h
+
+
+def uniform(seed, rows, cols):
+    """Uniform fp32 numbers in [0, 1), multiples of 2^-24."""
+    return (random_bits(seed, rows, cols) >> 8 & 0xFFFFFF).float().mul_(2.0 ** -24)
+
+
+# ------------------------------------------------------------------------------------------ rounding
+def binade(y):
+    """The power of two at or below |y| (0 below the fp32 normals)."""
+    return (y.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def round_to_grid(y, fmt, u=None):
+    """Round fp32 y, |y| <= fmt.largest, to the elements of `fmt`: to nearest, ties to even, or up
+    with probability = fraction where u, uniform in [0, 1), is given. The sign of zero is kept.
+    """
+    step = binade(y).clamp_(min=2.0 ** fmt.emin).mul_(2.0 ** -fmt.mantissa)
+    if u is None:
+        return (y / step).round_().mul_(step)
+    z = y.abs().div_(step)
+    lo = z.floor()
+    n = lo + (z - lo).sub_(u).ceil_()       # = lo + (u < z - lo); the ceiling of (-1, 1) is 0 or 1
+    return n.mul_(step).copysign_(y)
+
+
+def power_of_two_at_least(amax, significand, exponent):
+    """fp32 exponent field of the smallest power of two >= amax / (significand * 2^exponent), not
+    clamped; in integers: one more than the exponents' difference where amax's significand is larger.
+    """
+    carry = 0x7FFFFF - int((significand - 1) * (1 << 23))
+    return (amax.view(torch.int32) + carry >> 23) - exponent
+
+
+def _row_outer(amax, fmt):
+    """Outer scale from the amax (finite, >= 0): a power of two >= amax/2688; 2688 = 6 * 448.
+
+    With the 6-or-4 choice 1536 = 6 * 256, so that 1.5 times a block scale still fits E4M3.
+    """
+    significand, exponent = (1.5, 10) if fmt.four_six else (1.3125, 11)
+    if fmt.outer == "tensor":
+        return (amax / (significand * 2 ** exponent)).clamp_(min=2.0 ** -100)
+    field_ = power_of_two_at_least(amax, significand, exponent).clamp_(127 - 100, 127 + 116)
+    return torch.where(amax == 0, 1.0, (field_ << 23).view(torch.float32))
+
+
+def weight_outer(w, fmt):
+    """One outer scale for each matrix of w [..., N, K] (gate and up of an expert are one matrix),
+    shaped to broadcast over rows: [..., 1]."""
+    amax = w.abs().nan_to_num(0.0, 0.0).amax((-2, -1))
+    return _row_outer(amax, FORMATS[fmt])[..., None]
+
+
+def _mxfp8_scales(amax):
+    """(byte, decoded scale, its inverse) for each block's amax: the smallest power of two >= amax/448,
+    so nothing clips. NaN or Inf gives byte 255, which decodes to NaN."""
+    byte = power_of_two_at_least(amax, 1.75, 8).clamp_(min=0)
+    byte += (amax.view(torch.int32) >= 0x7F800000) * 8            # 247 -> 255
+    t = tables(amax.device)
+    return byte.to(torch.uint8), _lookup(t.e8m0, byte), _lookup(t.e8m0_inverse, byte)
+
+
+def _nvfp4_scales(amax, outer, up, largest=6.0):
+    """(E4M3 block scale, decoded scale, its inverse). `up` rounds the scale up: then no element is
+    above 6 and stochastic rounding is unbiased. A block with NaN or Inf gets the scale NaN."""
+    one_over = torch.tensor(1 / largest, dtype=torch.float32, device=amax.device)
+    s = (amax * one_over / outer).clamp_(max=MXFP8.largest)
+    step = binade(s).clamp_(min=2.0 ** MXFP8.emin).mul_(2.0 ** -MXFP8.mantissa)
+    s = (s / step).ceil_().mul_(step) if up else round_to_grid(s, MXFP8)
+    scale = s * outer
+    inverse = torch.where(s > 0, 1.0 / scale, 0.0)
+    return s.to(torch.float8_e4m3fn), scale, inverse
+
+
+def _finite_amax(xb, amax, axis, dims):
+    """amax over `dims` that skips non-finite elements; the slow way only if there are any."""
+    if not amax.amax().item() < torch.inf:
+        amax = xb.abs().nan_to_num(nan=0.0, posinf=0.0).amax(axis, keepdim=True)
+    return amax.amax(dims, keepdim=True)
+
+
+def _to_blocks(x, fmt, axis):
+    """x with its axis -1 or -2 split into blocks: [..., K/V, V] or [..., T/V, V, K]."""
+    if x.shape[axis] % fmt.block:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no whole blocks of {fmt.block} "
+                         f"along axis {axis}, as {fmt.name} needs")
+    return x.unflatten(axis, (x.shape[axis] // fmt.block, fmt.block))
+
+
+def _round_blocks(x, fmt, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
+    """The heart of both `quantize` and `cast`: elements, scales and decoded scales of x, in blocks.
+
+    Returns (elements, stored scales, decoded scales, outer), all but `outer` split into blocks.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding {rounding!r}: allowed are 'nearest' and 'stochastic'")
+    if x.numel() == 0:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} holds no numbers to quantise")
+    x = x.float()
+    xb = _to_blocks(x, fmt, axis)
+    amax = xb.abs().amax(axis, keepdim=True)
+    u = None
+    if rounding == "stochastic":
+        if rows is None:
+            rows = torch.arange(x[..., 0].numel(), dtype=torch.int32, device=x.device)
+        if cols is None:
+            cols = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+        u = uniform(seed, rows.int().view(x.shape[:-1])[..., None], cols.int())
+        u = _to_blocks(u, fmt, axis)
+    if fmt.block == MXFP8.block:
+        scales, scale, inverse = _mxfp8_scales(amax)
+        return round_to_grid(xb * inverse, fmt, u), scales, scale, None
+
+    if outer is None:
+        dims = (axis - 1, axis) if fmt.outer == "row" else tuple(range(-xb.dim(), 0))
+        outer_b = _row_outer(_finite_amax(xb, amax, axis, dims), fmt)
+    else:
+        outer_b = torch.as_tensor(outer, dtype=torch.float32, device=x.device)
+        outer_b = outer_b.expand(amax.squeeze(axis).select(axis, 0).shape)
+        outer_b = outer_b.unsqueeze(axis).unsqueeze(axis)
+    if fmt.tile > 1:        # `tile` rows share their scales: their largest amax, given back to each
+        amax = amax.unflatten(-3, (-1, fmt.tile))
+        amax = amax.amax(-3, keepdim=True).expand(amax.shape).flatten(-4, -3)
+
+    def trial(largest):
+        scales, scale, inverse = _nvfp4_scales(amax, outer_b, u is not None, largest)
+        return round_to_grid((xb * inverse).clamp_(-6.0, 6.0), fmt, u), scales, scale
+
+    elements, scales, scale = trial(6.0)
+    if fmt.four_six:
+        four = trial(4.0)
+        error = [(e * s - xb).square().sum(axis, keepdim=True) for e, _, s in ((elements, 0, scale), four)]
+        use = error[1] < error[0]
+        elements, scale = torch.where(use, four[0], elements), torch.where(use, four[2], scale)
+        scales = torch.where(use, four[1].float(), scales.float()).to(torch.float8_e4m3fn)
+    outer_b = outer_b.expand(*amax.shape[:axis - 1], 1, 1, *amax.shape[xb.dim() + axis + 1:])
+    return elements, scales, scale, outer_b.squeeze(axis).squeeze(axis)
+
+
+# ------------------------------------------------------------------------------------------- tensors
+@dataclass
+class Quantized:
+    """A packed tensor. codes: float8_e4m3fn [.., K] or uint8 [.., K/2], even element in the low
+    nibble; scales: uint8 [.., K/32] (E8M0) or float8_e4m3fn [.., K/16]; outer: fp32 or None."""
+    fmt: str
+    codes: torch.Tensor
+    scales: torch.Tensor
+    outer: torch.Tensor | None = None
+    axis: int = -1
+
+    def dequantize(self, dtype=torch.float32):
+        """The exact decoded values in `dtype` (fp32 and bf16 hold them all)."""
+        fmt, t, axis = FORMATS[self.fmt], tables(self.codes.device), self.axis
+        if fmt.block == MXFP8.block:
+            values = _lookup(t.e4m3, self.codes.view(torch.uint8))
+            scale = _lookup(t.e8m0, self.scales).unsqueeze(axis)
+        else:
+            pairs = torch.view_as_real(_lookup(t.e2m1_pairs, self.codes))      # [.., K/2, 2]
+            values = (pairs.movedim(-1, axis) if axis == -2 else pairs).flatten(axis - 1, axis)
+            scale = _lookup(t.e4m3, self.scales.view(torch.uint8)) * self.outer.unsqueeze(axis)
+            scale = scale.unsqueeze(axis)
+        blocks = _to_blocks(values, fmt, axis) * scale
+        return blocks.flatten(axis - 1, axis).to(dtype)
+
+    def select(self, index):
+        """The rows `index` of a two-dimensional tensor quantised along its rows."""
+        def rows(t):       # index_select knows no 8-bit floats
+            return t.view(torch.uint8).index_select(0, index).view(t.dtype)
+        outer = None if self.outer is None else self.outer.index_select(0, index)
+        return Quantized(self.fmt, rows(self.codes), rows(self.scales), outer)
+
+    def nbytes(self):
+        return sum(t.numel() * t.element_size() for t in self.tensors() if t is not None)
+
+    def tensors(self):
+        return self.codes, self.scales, self.outer
+
+
+def _pack_e2m1(elements, axis):
+    """E2M1 values (fp32) to codes, two in a byte along `axis`, the even one in the low nibble."""
+    m = elements.abs()
+    code = torch.minimum(torch.minimum(m * 2, m + 2), m * 0.5 + 4).to(torch.uint8)
+    code |= torch.signbit(elements).to(torch.uint8) << 3
+    code = code.unflatten(axis, (code.shape[axis] // 2, 2))
+    return code.select(axis, 0) | code.select(axis, 1) << 4
+
+
+def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
+    """Quantise x to `fmt` ("mxfp8" or "nvfp4"), blocks along the last axis (or along axis -2).
+
+    outer: fp32 outer scale(s) of NVFP4, broadcastable to x.shape without the blocked axis, usually
+    x.shape[:-1]; None means one for each row.
+    rows, cols: logical indices [x.shape[:-1]] and [x.shape[-1]] that name a number for its random
+    bits; by default its place in x. Raises ValueError where an axis is no multiple of the block.
+    Any NaN or Inf makes its block decode to NaN, and only its block.
+    """
+    if fmt not in FORMATS:
+        raise ValueError(f"format {fmt!r}: allowed are {', '.join(FORMATS)}")
+    f = FORMATS[fmt]
+    elements, scales, scale, outer = _round_blocks(x, f, rounding, seed, outer, rows, cols, axis)
+    bad = torch.isnan(scale)
+    if bool(bad.any()):                   # magnitudes 0, signs kept
+        elements = torch.where(bad, 0.0, elements).copysign(_to_blocks(x.float(), f, axis))
+    elements = elements.flatten(axis - 1, axis)
+    codes = elements.to(torch.float8_e4m3fn) if f.block == MXFP8.block else _pack_e2m1(elements, axis)
+    return Quantized(fmt, codes, scales.squeeze(axis), outer, axis)
+
+
+def cast(x, fmt, **kw):
+    """`quantize(x, fmt, **kw).dequantize(x.dtype)` without packing and unpacking: the exact values
+    that a GEMM in this format reads. "bf16" means: as the tensor is."""
+    if fmt == "bf16":
+        return x
+    elements, _, scale, _ = _round_blocks(x, FORMATS[fmt], **kw)
+    axis = kw.get("axis", -1)
+    return elements.mul_(scale).flatten(axis - 1, axis).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------- recipes
+@dataclass(frozen=True)
+class Gemms:
+    """How the operands of a linear layer's three GEMMs are rounded. "bf16" means not at all (the
+    type of the activations: bf16 on a GPU, fp32 on a CPU)."""
+    x: str = "bf16"              # X in forward
+    w: str = "bf16"              # W in forward
+    dy: str = "bf16"             # dY in dgrad and wgrad
+    back: str = "bf16"           # W in dgrad, X in wgrad ...
+    source: str = "original"     # ... rounded from the "original" or from the forward "copy"
+    rounding: str = "nearest"    # ... "nearest" or "stochastic"
+    dy_rounding: str = "nearest"
+    hadamard: bool = False       # rotate both wgrad operands along T in groups of 16
+
+    @property
+    def block(self):
+        """Every dimension of the layer must be a multiple of this."""
+        return 1 if self.x == "bf16" else 32
+
+    @property
+    def wire(self):
+        """The format in which X travels to the experts: the one that the GEMM reads, where the
+        backward pass needs no more of X than that."""
+        return self.x if self.source == "copy" or self.x == "mxfp8" else "bf16"
+
+
+#                   forward           backward
+#                   X        W        dY       X and W again
+IN_BF16 = Gemms()
+IN_MXFP8 = Gemms("mxfp8", "mxfp8", "mxfp8", "mxfp8", "original", "nearest")
+IN_NVFP4 = Gemms("nvfp4", "nvfp4", "mxfp8", "mxfp8", "copy", "stochastic")
+IN_FP4 = Gemms("nvfp4", "nvfp4", "nvfp4", "nvfp4", "original", dy_rounding="stochastic", hadamard=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which layers are rounded how. Never rounded: router, k and v, embedding, output head."""
+    name: str
+    experts: Gemms = IN_BF16         # routed experts
+    last: Gemms = IN_BF16            # routed experts of the last layers
+    last_share: float = 0.15         # ... this share of the layers, at least one (0: none)
+    dense: Gemms = IN_BF16           # attention q and o, shared experts, leading dense layers
+    combine: str = "bf16"            # what experts send back, and both gradients on the wire
+
+    def experts_of(self, layer, layers):
+        """The Gemms of the routed experts in layer `layer` of `layers`."""
+        last = max(1, round(self.last_share * layers)) if self.last_share > 0 else 0
+        return self.last if layer >= layers - last else self.experts
+
+
+_MX = Recipe("mxfp8", IN_MXFP8, IN_MXFP8, dense=IN_MXFP8, combine="mxfp8")
+_NV = replace(_MX, name="nvfp4", experts=IN_NVFP4)
+
+
+def _nvfp4_but(name, **changes):
+    return replace(_NV, name=name, experts=replace(IN_NVFP4, **changes))
+
+
+RECIPES = {r.name: r for r in (
+    Recipe("bf16"),
+    _MX,
+    _NV,
+    # Ablations: the nvfp4 recipe with one thing changed.
+    _nvfp4_but("nvfp4-nearest", rounding="nearest"),          # second copies drift with their error
+    _nvfp4_but("nvfp4-original", source="original", rounding="nearest"),
+    _nvfp4_but("nvfp4-independent", back="nvfp4", source="original", rounding="nearest"),
+    _nvfp4_but("nvfp4-tensor", x="nvfp4_tensor"),             # one scale for all tokens: RL stalls
+    _nvfp4_but("nvfp4-tile", w="nvfp4_tile"),                 # 16x16 weight tiles
+    _nvfp4_but("nvfp4-46", x="nvfp4_46", w="nvfp4_46"),       # 6-or-4 block scales
+    replace(_NV, name="nvfp4-fp4", experts=IN_FP4),           # 4-bit backward as well
+    replace(_NV, name="nvfp4-all", last=IN_NVFP4, dense=IN_NVFP4),    # every linear in 4 bits
+    replace(_NV, name="nvfp4-dense", experts=IN_MXFP8, dense=IN_NVFP4),   # 4 bits elsewhere instead
+    replace(_NV, name="nvfp4-bf16-combine", combine="bf16"),  # expert results sent at 16 bits
+)}
+
+
+# ----------------------------------------------------------------------- the reference's GEMM operands
+# A backend is a namespace with five functions: quantize and those of this section. kernels.py has
+# the same five for GPUs.
+def zero_padding(x, counts):
+    """A copy of x [R, K] with the padding rows of each expert set to zero: blocks along T span them."""
+    if counts is None:
+        return x
+    x = x.clone()
+    for start, n, end in spans(counts, x.shape[0]):
+        x[start + n:end] = 0
+    return x
+
+
+def spans(counts, rows):
+    """(start, real rows, end) of each expert's rows; starts are multiples of 128, the last one owns
+    the rest of the buffer."""
+    out, start, counts = [], 0, counts.tolist()
+    for n in counts:
+        end = start + -(-n // 128) * 128
+        out.append([start, n, end])
+        start = end
+    if start > rows:
+        raise ValueError(f"{rows} rows cannot hold groups of {counts} rows, each padded to 128")
+    out[-1][2] = rows
+    return out
+
+
+def operand(x, fmt, *, counts=None, dtype=None, **kw):
+    """What a GEMM reads of x, a tensor or a packed one: the exact values in `fmt`.
+
+    A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
+    Along T, axis=-2, padding counts as zero. Only this backend's GEMMs read the result.
+    """
+    if isinstance(x, Quantized):
+        x = x.dequantize(dtype or torch.float32)
+        if kw.get("axis", -1) == -1:
+            return x
+    if kw.get("axis") == -2:
+        x = zero_padding(x, counts)
+    return cast(x, fmt, **kw)
+
+
+def operand_pair(x, fmt, *, counts=None, **kw):
+    """(operand along the rows of x [R, K], operand along T): a GPU makes both in one pass."""
+    return operand(x, fmt, **kw), operand(x, fmt, axis=-2, counts=counts, **kw)
+
+
+def gemm(a, b, counts=None, turned=False):
+    """Y[R, N] = A[R, K] B[E, N, K]^T, each expert's rows with its own matrix; padding gives zeros.
+    turned: Y[R, K] = A[R, N] B[E, N, K]."""
+    if not turned:
+        b = b.transpose(-1, -2)
+    if counts is None:
+        return a @ b[0]
+    y = a.new_zeros(a.shape[0], b.shape[2])
+    for e, (start, n, end) in enumerate(spans(counts, a.shape[0])):
+        stop = min(start + -(-n // 32) * 32, end)    # whole 32s: a row's bits must not depend on n
+        torch.mm(a[start:stop], b[e], out=y[start:stop])
+        y[start + n:stop] = 0
+    return y
+
+
+def gemm_wgrad(dy, x, counts=None):
+    """dW[E, N, K] = dY[R, N]^T X[R, K], summed over each expert's real rows; fp32."""
+    if counts is None:
+        return (dy.T @ x)[None]
+    dw = dy.new_zeros(counts.numel(), dy.shape[1], x.shape[1])
+    for e, (start, n, _) in enumerate(spans(counts, x.shape[0])):
+        torch.mm(dy[start:start + n].T, x[start:start + n], out=dw[e])
+    return dw
+
+
+REFERENCE = SimpleNamespace(quantize=quantize, operand=operand, operand_pair=operand_pair, gemm=gemm,
+                            gemm_wgrad=gemm_wgrad)
+
+
+def backend_for(x):
+    """The five functions that serve x's device."""
+    if x.device.type != "cuda":
+        return REFERENCE
+    import kernels
+    return kernels.ops(x.device)
+
+
+# -------------------------------------------------------------------------------- the linear layers
+@dataclass
+class Weight:
+    """What the GEMMs read of a weight: made once per optimizer step, not per micro-batch or token."""
+    forward: object          # W [E, N, K], blocks along K
+    backward: object         # W [E, N, K], blocks along N
+    packed: Quantized | None = None
+
+
+def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, backward=True):
+    """The GEMM operands of a weight w [E, N, K] (fp32).
+
+    seed: for the stochastic second copy; rows: logical indices [E, N] of its rows (a shard of the
+    experts passes global ones). backward=False leaves out the second copy, for inference.
+    """
+    with torch.no_grad():
+        b, w = backend_for(w), w.detach()
+        if gemms.w == "bf16":
+            w = w.to(dtype)
+            return Weight(w, w)
+        outer = weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
+        again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
+        if gemms.source == "copy":
+            packed = b.quantize(w, gemms.w, outer=outer)
+            forward = b.operand(packed, gemms.w, dtype=dtype)
+            second = b.operand(packed, gemms.back, dtype=dtype, **again) if backward else None
+            return Weight(forward, second, packed)
+        second_outer = outer if is_fp4(gemms.back) else None
+        second = b.operand(w, gemms.back, outer=second_outer, **again) if backward else None
+        return Weight(b.operand(w, gemms.w, outer=outer), second)
+
+
+def hadamard16(x, seed):
+    """Rotate x [T, K] along T in groups of 16 by a Hadamard matrix with random signs (orthonormal)."""
+    h = torch.ones(1, 1, device=x.device)
+    for _ in range(4):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    sign = uniform(seed, torch.zeros(1, dtype=torch.int32), torch.arange(16, dtype=torch.int32))
+    h = (h / 4 * (sign.to(x.device) < 0.5).float().mul(2).sub(1)).to(x.dtype)
+    return (h @ x.unflatten(0, (-1, 16))).flatten(0, 1)
+
+
+class _Linear(torch.autograd.Function):
+    """Y = X W^T for each expert, and its two gradients, rounded as `g: Gemms` says."""
+
+    @staticmethod
+    def forward(ctx, x, w, weight, xq, rounded, counts, g, seed, rows):
+        b = backend_for(x)
+        if xq is None and g.source == "copy":
+            xq = b.quantize(x, g.x)
+        if rounded and xq is None:
+            x_row = x
+        else:
+            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype)          # [R, K], along K
+        # Only the packed copy of X is kept where the recipe's backward pass starts from it.
+        kept = xq.tensors() if g.source == "copy" else (x,)
+        ctx.save_for_backward(counts, seed, rows, *kept)
+        ctx.weight, ctx.g, ctx.dtype = weight, g, x.dtype
+        return b.gemm(x_row, weight.forward, counts)                                # [R, N]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        counts, seed, rows, *kept = ctx.saved_tensors
+        g, b = ctx.g, backend_for(dy)
+        x = Quantized(g.x, *kept) if g.source == "copy" else kept[0]
+        dy_row, dy_col, x = _dy_operands(b, dy, x, g, counts, seed, rows)
+        dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]
+        x_col = b.operand(x, g.back, axis=-2, counts=counts, dtype=ctx.dtype,       # [R, K], along T
+                          rounding=g.rounding, seed=fold(seed, 2), rows=rows)
+        dw = b.gemm_wgrad(dy_col, x_col, counts)                                    # [E, N, K]
+        return dx, dw, None, None, None, None, None, None, None
+
+
+def _dy_operands(b, dy, x, g, counts, seed, rows):
+    """(dY along N, dY along T, X): both wgrad operands are rotated first where the recipe says so."""
+    kw = dict(rounding=g.dy_rounding, seed=fold(seed, 1), rows=rows)
+    if not g.hadamard:
+        return *b.operand_pair(dy, g.dy, counts=counts, **kw), x
+    x, dy_turned = (hadamard16(zero_padding(t, counts), seed) for t in (x, dy))
+    return b.operand(dy, g.dy, **kw), b.operand(dy_turned, g.dy, axis=-2, **kw), x
+
+
+def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=False, seed=0, rows=None):
+    """Y[r] = W[e] X[r] for rows sorted by expert, with the three GEMMs of a recipe.
+
+    x [R, K]: each expert's rows start at a multiple of 128; counts int32 [E]: its real rows. Padding
+    rows are never read as data, their output is zero. w [E, N, K], fp32. recipe: a `Gemms`, or the
+    name of a Recipe, whose rule for experts is meant. weight: prepare()d operands of w. xq: x as it
+    came packed over the wire; x then only carries the gradient. rounded: x came rounded along K
+    already, though not packed. seed, rows: for stochastic rounding,
+    the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
+    """
+    g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: [R, K] and [E, N, K]")
+    if w.shape[1] % g.block or w.shape[2] % g.block:
+        raise ValueError(f"w {tuple(w.shape)}: N and K must be multiples of {g.block}")
+    if rows is None:
+        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    seed = fold(seed).to(x.device)
+    if weight is None:
+        weight = prepare(w, g, fold(seed, 3), x.dtype)
+    return _Linear.apply(x, w, weight, xq, rounded, counts, g, seed, rows)
+
+
+def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
+    """x [..., K] times w [N, K] transposed: one group whose rows are all real."""
+    shape, x = x.shape, x.flatten(0, -2)
+    short = -x.shape[0] % 32            # blocks along T; and a CPU row's bits must not depend on T
+    if short:
+        x = torch.nn.functional.pad(x, (0, 0, 0, short))
+    g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
+    y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows)
+    return y[:y.shape[0] - short].view(*shape[:-1], w.shape[0])

@@ -235,6 +235,10 @@ class GPT(nn.Module):
         """Type of the activations."""
         return torch.bfloat16 if self.embed.is_cuda else torch.float32
 
+    def begin_step(self, seed):
+        """Set the seed of this step's stochastic rounding."""
+        self.seed, self._versions = quant.fold(seed), None
+
     def prepare(self):
         """Make the GEMM operands of all weights: once per optimizer step."""
         self.operands = []

@@ -1,0 +1,864 @@
+"""Train a mixture-of-experts language model in bf16, MXFP8 or NVFP4, and teach it by reinforcement.
+
+    python train.py --precision nvfp4          # pretraining, then RL: minutes on a laptop's CPU
+
+The story, top to bottom: the configuration; a batch of bytes; one optimizer step; pretraining (text
+first, then a mixture with a task until a measured pass rate is reached); RL on that task with
+rollouts through the same quantised forward; evaluation; checkpoints; the command line.
+Every draw is a function of (seed, step, row), so a run that was killed and resumed ends with the
+weights of the unbroken one.
+"""
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import quant
+from data.prepare import load_corpus
+from data.task import task as find_task, task_rows
+from model import GPT, NEWLINE, ModelConfig
+
+# -------------------------------------------------------------------------------------- configuration
+
+
+def opt(default, text, choices=None):
+    return dataclasses.field(default=default, metadata=dict(help=text, choices=choices))
+
+
+@dataclass
+class Config:
+    """All settings; each is a flag of its name. The defaults are the preset `tiny`."""
+    precision: str = opt("bf16", "recipe of quant.py", tuple(quant.RECIPES))
+    stage: str = opt("all", "what to do; all is pretrain, then rl",
+                     ("all", "pretrain", "rl", "eval", "sample"))
+    preset: str = opt("", "sizes: tiny on a CPU, small on a GPU unless given", ("tiny", "small", "base"))
+    data: str = opt("", "text file, folder, prepared folder or enwik8; default: Python's own library")
+    out: str = opt("out", "folder of the run: log.jsonl and checkpoints")
+    resume: bool = opt(False, "go on from the last checkpoint in --out")
+    init_from: str = opt("", "start from the weights of another run's folder")
+    seed: int = opt(0, "seed of everything")
+    device: str = opt("auto", "cpu, cuda or auto")
+    backend: str = opt("auto", "who computes", ("auto", "native", "emulated", "reference"))
+    threads: int = opt(1, "CPU threads; two are slower than one where the machine is shared")
+    # model
+    dim: int = opt(64, "width of the residual stream")
+    layers: int = opt(2, "layers")
+    heads: int = opt(4, "attention heads")
+    kv_heads: int = opt(2, "key/value heads")
+    head_dim: int = opt(0, "width of a head; 0: dim / heads")
+    experts: int = opt(4, "routed experts in a layer")
+    top_k: int = opt(2, "experts for each token")
+    expert_dim: int = opt(64, "width of an expert")
+    shared: int = opt(1, "shared experts")
+    dense_layers: int = opt(0, "leading layers without experts")
+    dense_dim: int = opt(0, "width of their feed-forward; 0: 4 * dim")
+    seq_len: int = opt(128, "bytes in a row")
+    # pretraining
+    steps: int = opt(700, "pretraining steps, both phases, at most")
+    text_share: float = opt(0.43, "share of the steps on text alone; 1: no task, and no RL after it")
+    batch: int = opt(32, "rows in a step: tokens per step = batch * seq_len")
+    micro_batch: int = opt(0, "rows in one forward pass; 0: all. Changes the memory, not the result")
+    lr: float = opt(4e-3, "peak learning rate")
+    mix_lr: float = opt(0.4, "share of lr at which the text phase ends and the mixture goes on")
+    warmup: int = opt(20, "steps of linear warmup")
+    weight_decay: float = opt(0.1, "of matrices; gains and norms have none")
+    clip: float = opt(1.0, "largest norm of the gradient")
+    balance_rate: float = opt(1e-3, "step of the router's bias toward an even load")
+    # task and RL
+    task: str = opt("sort6", "what RL teaches: sort6, sort4, add2, add3, pick")
+    gate: float = opt(0.5, "pass rate at which the mixture ends and RL begins")
+    gate_every: int = opt(10, "steps between measurements of that pass rate")
+    rl_steps: int = opt(150, "RL steps")
+    prompts: int = opt(32, "problems in an RL step")
+    group: int = opt(8, "answers to each problem")
+    rl_micro_batch: int = opt(0, "answers in one forward pass; 0: all")
+    rl_lr: float = opt(1e-3, "peak learning rate of RL; falls linearly to 0")
+    rl_warmup: int = opt(10, "steps of linear warmup in RL")
+    rl_text: float = opt(0.2, "weight of the text loss beside the RL loss")
+    rl_text_rows: int = opt(16, "text rows in an RL step")
+    ratio_max: float = opt(2.0, "truncation of the importance weight")
+    # reporting
+    log_every: int = opt(10, "steps between log rows")
+    eval_every: int = opt(100, "pretraining steps between evaluations")
+    rl_eval_every: int = opt(10, "RL steps between evaluations")
+    eval_rows: int = opt(128, "validation rows in an evaluation; four times as many at the end")
+    eval_problems: int = opt(512, "held-out problems in an evaluation; twice as many at the end")
+    save_every: int = opt(100, "steps between checkpoints")
+    # sampling
+    prompt: str = opt("def ", "text to continue (--stage sample)")
+    new: int = opt(400, "bytes to sample")
+    temperature: float = opt(0.8, "of --stage sample; 0 is greedy. RL always draws at 1")
+    sample_top_k: int = opt(0, "keep the k likeliest bytes; 0: all")
+
+    def model(self):
+        names = {f.name for f in dataclasses.fields(ModelConfig)}
+        return ModelConfig(**{k: v for k, v in vars(self).items() if k in names})
+
+
+PRESETS = {
+    "tiny": {},
+    "small": dict(dim=512, layers=8, heads=8, kv_heads=2, experts=16, top_k=4, expert_dim=512,
+                  seq_len=512, batch=64, steps=2500, lr=1e-3, warmup=100, eval_every=250,
+                  save_every=500, rl_lr=1e-4, prompts=64, rl_text_rows=16),
+    "base": dict(dim=768, layers=12, heads=12, kv_heads=3, experts=32, top_k=4, expert_dim=512,
+                 seq_len=1024, batch=32, steps=20000, lr=6e-4, warmup=500, eval_every=1000,
+                 save_every=1000, rl_lr=5e-5, prompts=64, rl_text_rows=16),
+}
+# A run that goes on may change these; everything else is what its checkpoint says.
+FREE = {"stage", "out", "resume", "device", "backend", "threads", "steps", "rl_steps", "log_every",
+        "eval_every", "rl_eval_every", "eval_rows", "eval_problems", "save_every", "micro_batch",
+        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k", "preset"}
+PRETRAIN, RL, EVAL = 1, 2, 3            # labels that keep the seeds of the stages apart
+
+
+class Refused(Exception):
+    """Input that the program does not take; its text is the one sentence to print."""
+
+
+# ----------------------------------------------------------------------------------------------- run
+class Run:
+    """What a stage works on: the model, its optimizer, the data, the log and where it stands."""
+
+    def __init__(self, cfg, device):
+        self.cfg, self.device, self.out = cfg, device, Path(cfg.out)
+        self.corpus, self.task = load_corpus(cfg.data or None), find_task(cfg.task)
+        self.model = GPT(cfg.model(), cfg.precision, cfg.seed).to(device)
+        self.opt = None
+        self.at = dict(stage="pretrain", step=0, done=False, mix=None, passed=None)
+        self.rows, self.stop, self.log = [], False, None
+
+    def begin(self, stage, step):
+        """Point the model's stochastic rounding at this step."""
+        self.model.begin_step(quant.fold(self.cfg.seed, stage, step))
+
+    def write(self, **row):
+        """Append a row to log.jsonl and keep it for the summary."""
+        row = {k: (round(v, 6) if isinstance(v, float) else v) for k, v in row.items() if v is not None}
+        self.rows.append(row)
+        self.log.write(json.dumps(row) + "\n")
+        self.log.flush()
+
+    def say(self, text):
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def adamw(model, weight_decay):
+    """AdamW; matrices decay, gains do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    gains = [p for p in model.parameters() if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=gains, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+
+
+def update(run, losses, lr):
+    """One optimizer step: backward through each micro-batch's share of the loss, clip, AdamW.
+
+    losses: yields scalars that add up to the step's loss. Returns (loss, gradient norm).
+    """
+    total = 0.0
+    for loss in losses:
+        loss.backward()
+        total = total + loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.cfg.clip)
+    for group in run.opt.param_groups:
+        group["lr"] = lr
+    run.opt.step()
+    run.opt.zero_grad(set_to_none=True)
+    return total, norm
+
+
+def must_be_finite(run, loss):
+    """Stop the run at a loss that is no number, naming the checkpoint to go back to."""
+    if not math.isfinite(loss):
+        at, last = run.at, latest_checkpoint(run.out)
+        raise Refused(f"the loss of {at['stage']} step {at['step']} is {loss}: the run stops; the last "
+                      f"good checkpoint is {last or 'none, the run had not saved yet'}")
+
+
+def token_losses(model, rows, first_token=0):
+    """Negative log-probability [B, T] (nats, fp32) of each byte of rows [B, T+1] after the first."""
+    logits = model(rows[:, :-1], first_token=first_token)
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(
+        rows.shape[0], -1)
+
+
+def pieces(n, size):
+    size = size or n
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def to_device(run, rows):
+    return torch.from_numpy(np.ascontiguousarray(rows)).to(run.device).long()
+
+
+# -------------------------------------------------------------------------------------- pretraining
+def pretrain_lr(cfg, step, text_steps):
+    """Warmup, a cosine to mix_lr * lr over the text phase, then a line to a tenth of that."""
+    if step < cfg.warmup:
+        return cfg.lr * (step + 1) / cfg.warmup
+    if step < text_steps or cfg.text_share >= 1:
+        done = (step - cfg.warmup) / max(1, text_steps - cfg.warmup)
+        return cfg.lr * (cfg.mix_lr + (1 - cfg.mix_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+    done = (step - text_steps) / max(1, cfg.steps - text_steps)
+    return cfg.lr * cfg.mix_lr * (1 - 0.9 * done)
+
+
+def pretrain_rows(run, step, mixed):
+    """(bytes [batch, seq_len + 1], which of them count [batch, seq_len], which rows are text).
+
+    In the mixture every second row holds task lines, of which only the answers count.
+    """
+    cfg, length = run.cfg, run.cfg.seq_len + 1
+    ids = np.arange(cfg.batch)
+    is_task = (ids % 2 == 1) & mixed
+    rows = run.corpus.batch(cfg.seed, "train", step, ids, length)
+    mask = np.ones((cfg.batch, length), bool)
+    if mixed:
+        rows = rows.copy()
+        rows[is_task], mask[is_task] = task_rows(run.task, cfg.seed, step, ids[is_task], length)
+    return to_device(run, rows), to_device(run, mask[:, 1:]).float(), ~is_task
+
+
+def pretrain_step(run, step, mixed, lr):
+    """One step on text, or on text and task; returns what the log says of it."""
+    cfg = run.cfg
+    run.begin(PRETRAIN, step)
+    rows, mask, is_text = pretrain_rows(run, step, mixed)
+    total, parts = mask.sum(), dict(text=0.0, task=0.0)
+
+    def losses():
+        for s in pieces(cfg.batch, cfg.micro_batch):
+            nll = token_losses(run.model, rows[s], s.start * cfg.seq_len) * mask[s]
+            text = torch.from_numpy(is_text[s]).to(nll.device)
+            parts["text"] += nll.detach()[text].sum()
+            parts["task"] += nll.detach()[~text].sum()
+            yield nll.sum() / total
+    loss, norm = update(run, losses(), lr)
+    load = run.model.balance(cfg.balance_rate)
+    task_tokens = mask.sum() - int(is_text.sum()) * cfg.seq_len
+    return dict(loss=loss, text_loss=parts["text"] / (int(is_text.sum()) * cfg.seq_len),
+                task_loss=parts["task"] / task_tokens if mixed else None, grad_norm=norm, load=load)
+
+
+def pretrain(run):
+    """Text until the loss is low, then half text, half task until the task's pass rate is `gate`."""
+    cfg, at = run.cfg, run.at
+    text_steps = cfg.steps if cfg.text_share >= 1 else max(1, round(cfg.text_share * cfg.steps))
+    clock = Clock(run, cfg.batch * cfg.seq_len)
+    bar = tqdm(total=cfg.steps, initial=at["step"], desc="pretrain", disable=not sys.stderr.isatty())
+    while at["step"] < cfg.steps and not at["done"]:
+        step, mixed = at["step"], at["step"] >= text_steps
+        stats = pretrain_step(run, step, mixed, lr := pretrain_lr(cfg, step, text_steps))
+        at["step"] = step = step + 1
+        bar.update()
+        if mixed and (step - text_steps) % cfg.gate_every == 0:
+            # On problems of the training split: choosing when to stop must not touch the held-out ones.
+            at["passed"] = pass_rate(run, step, cfg.eval_problems // 2, split="train")
+            at["done"] = at["passed"] >= cfg.gate
+        at["done"] |= step == cfg.steps
+        if step % cfg.log_every == 0 or at["done"]:
+            row = {k: float(v) for k, v in stats.items() if v is not None}
+            must_be_finite(run, row["loss"])
+            run.write(stage="pretrain", step=step, phase="mix" if mixed else "text", lr=lr, **row,
+                      gate=at["passed"], **clock.lap(step))
+            bar.set_postfix_str(f"loss {row['loss']:.3f}")
+        if step % cfg.eval_every == 0 or at["done"]:
+            evaluate(run, "pretrain", step, final=at["done"])
+            clock.skip()
+        if not settle(run, step % cfg.save_every == 0 or at["done"]):
+            break
+    bar.close()
+
+
+# ------------------------------------------------------------------------------------------------ RL
+def rollout(run, step):
+    """(prompts [N, P], answers [N, A], log-probabilities, mask, rewards [N]) at temperature 1: the
+    `group` answers of a problem lie side by side. What is drawn is what is scored."""
+    cfg, task = run.cfg, run.task
+    problems = task.problems(cfg.seed, "train", step * cfg.prompts + np.arange(cfg.prompts))
+    problems = problems.repeat(cfg.group, 0)
+    seed = quant.fold(cfg.seed, RL, step)
+    prompts = to_device(run, problems)
+    answers, logp, mask = run.model.generate(prompts, task.answer_len, stop=NEWLINE, seed=seed)
+    rewards = task.rewards(problems, answers.cpu().numpy().astype(np.uint8))
+    return prompts, answers, logp, mask, torch.from_numpy(rewards).to(run.device)
+
+
+def advantages(rewards, group):
+    """Leave-one-out: r_i minus the mean of the others in its group; 0 where all are equal."""
+    r = rewards.view(-1, group)
+    return ((r - r.mean(1, keepdim=True)) * (group / (group - 1))).flatten()
+
+
+def policy_terms(model, prompts, answers, first_token=0):
+    """(log-probability, entropy) [N, A] of each answer byte under the trainer's own forward pass."""
+    rows = torch.cat([prompts, answers], 1)
+    logits = model(rows[:, :-1], first_token=first_token)[:, prompts.shape[1] - 1:]
+    logp = F.log_softmax(logits, -1)
+    chosen = logp.gather(-1, answers[..., None])[..., 0]
+    return chosen, -(logp.detach().exp() * logp.detach()).sum(-1)
+
+
+def rl_losses(run, step, batch, advantage, seen):
+    """Yield -sum(w * A * log pi) / N for each micro-batch, N the tokens of the whole step, then the
+    text loss. w = min(pi_train / pi_rollout, ratio_max) without gradient; it is 1 where both forward
+    passes agree. `seen` collects each micro-batch's log-probabilities and entropies."""
+    cfg, (prompts, answers, rollout_logp, mask, _) = run.cfg, batch
+    length, total = prompts.shape[1] + answers.shape[1] - 1, mask.sum()
+    for s in pieces(len(prompts), cfg.rl_micro_batch):
+        logp, entropy = policy_terms(run.model, prompts[s], answers[s], s.start * length)
+        w = (logp.detach() - rollout_logp[s]).exp().clamp(max=cfg.ratio_max)
+        seen.append((logp.detach(), entropy))
+        yield -(w * advantage[s, None] * logp * mask[s]).sum() / total
+    if cfg.rl_text:
+        rows = to_device(run, run.corpus.batch(cfg.seed + 1, "train", step, np.arange(cfg.rl_text_rows),
+                                               cfg.seq_len + 1))
+        yield cfg.rl_text * token_losses(run.model, rows, len(prompts) * length).mean()
+
+
+def agreement(rollout_logp, logp, mask):
+    """How far the trainer's log-probabilities are from the rollout's, over the masked tokens.
+    k1, k3: estimators of KL(rollout || trainer) (Schulman, "Approximating KL divergence")."""
+    d = (logp - rollout_logp)[mask]
+    return dict(k1=-d.mean(), k3=(d.exp() - 1 - d).mean(), logp_diff=d.abs().mean(),
+                logp_diff_median=d.abs().median(), logp_diff_max=d.abs().max(),
+                logp_diff_share=(d.abs() > 1e-4).float().mean())
+
+
+def rl_step(run, step, lr):
+    """Rollout, reward, one update. Returns the figures of the step, on the device."""
+    cfg = run.cfg
+    run.begin(RL, step)
+    start = time.perf_counter()
+    batch = rollout(run, step)
+    prompts, answers, rollout_logp, mask, rewards = batch
+    middle = time.perf_counter()
+    advantage, seen = advantages(rewards, cfg.group), []
+    if not bool(advantage.any()):
+        # No signal. A step would still move the weights, by Adam's momentum and the text loss.
+        with torch.no_grad():
+            seen = [policy_terms(run.model, prompts, answers)]
+        loss = norm = torch.zeros(())
+    else:
+        loss, norm = update(run, rl_losses(run, step, batch, advantage, seen), lr)
+    logp, entropy = (torch.cat(t) for t in zip(*seen))
+    groups = rewards.view(-1, cfg.group).mean(1)
+    stats = dict(loss=loss, reward=rewards.mean(), reward_std=rewards.std(),
+                 all_wrong=(groups == 0).float().mean(), all_right=(groups == 1).float().mean(),
+                 entropy=entropy[mask].mean(), **agreement(rollout_logp, logp, mask),
+                 truncated=((logp - rollout_logp).exp()[mask] > cfg.ratio_max).float().mean(),
+                 grad_norm=norm, no_stop=((answers == NEWLINE) & mask).any(1).logical_not().float().mean(),
+                 load=run.model.balance(0.0),        # the routers' bias is frozen in RL
+                 rollout_seconds=middle - start, train_seconds=time.perf_counter() - middle)
+    return {k: float(v) for k, v in stats.items()}
+
+
+def reinforce(run):
+    """RL from the pretrained weights: fresh optimizer, learning rate falling to 0."""
+    cfg, at = run.cfg, run.at
+    tokens = cfg.prompts * cfg.group * (run.task.prompt_len + run.task.answer_len - 1)
+    clock = Clock(run, tokens)
+    bar = tqdm(total=cfg.rl_steps, initial=at["step"], desc="rl", disable=not sys.stderr.isatty())
+    if at["step"] == 0:
+        evaluate(run, "rl", 0, final=True)
+        clock.skip()
+    while at["step"] < cfg.rl_steps:
+        step = at["step"]
+        lr = cfg.rl_lr * min(1, (step + 1) / cfg.rl_warmup) * (1 - step / cfg.rl_steps)
+        stats = rl_step(run, step, lr)
+        at["step"] = step = step + 1
+        at["done"] = step == cfg.rl_steps
+        bar.update()
+        must_be_finite(run, stats["loss"])
+        if stats["k3"] > 1e-3:
+            run.say(f"rl step {step}: k3 {stats['k3']:.2g} between rollout and trainer is above 1e-3: "
+                    "they no longer compute the same probabilities")
+        run.write(stage="rl", step=step, lr=lr, **stats, **clock.lap(step))
+        bar.set_postfix_str(f"reward {stats['reward']:.2f}")
+        if step % cfg.rl_eval_every == 0 or at["done"]:
+            evaluate(run, "rl", step, final=at["done"])
+            clock.skip()
+        if not settle(run, step % cfg.save_every == 0 or at["done"]):
+            break
+    bar.close()
+
+
+# ---------------------------------------------------------------------------------------- evaluation
+@torch.no_grad()
+def text_bpb(run, rows):
+    """Bits per byte on `rows` fixed windows of the validation text."""
+    total = 0.0
+    for s in pieces(rows, 64):
+        batch = run.corpus.batch(0, "val", 0, np.arange(s.start, s.stop), run.cfg.seq_len + 1)
+        total += float(token_losses(run.model, to_device(run, batch)).double().sum())
+    return total / (rows * run.cfg.seq_len) / math.log(2)
+
+
+def attempt(run, problems, draw, **kw):
+    """(answers, rewards) [n] to prompts [n, P]; `draw` names the random numbers."""
+    answers, rewards = [], []
+    for s in pieces(len(problems), 256):
+        ids = torch.arange(s.start, s.stop)
+        out, _, _ = run.model.generate(to_device(run, problems[s]), run.task.answer_len, stop=NEWLINE,
+                                       seed=quant.fold(run.cfg.seed, EVAL, draw), ids=ids, **kw)
+        out = out.cpu().numpy().astype(np.uint8)
+        out = np.pad(out, ((0, 0), (0, run.task.answer_len - out.shape[1])))
+        answers.append(out)
+        rewards.append(run.task.rewards(problems[s], out))
+    return np.concatenate(answers), np.concatenate(rewards)
+
+
+def pass_rate(run, draw, n, split="test", **kw):
+    """Share of n problems answered right; the training split's are new ones at every draw."""
+    ids = np.arange(n) + (0 if split == "test" else (draw << 20))
+    return float(attempt(run, run.task.problems(0, split, ids), draw, **kw)[1].mean())
+
+
+def evaluate(run, stage, step, final=False):
+    """Bits per byte, and pass rates on held-out problems; a `final` one with more of everything."""
+    cfg, start = run.cfg, time.perf_counter()
+    bpb = text_bpb(run, cfg.eval_rows * (4 if final else 1))
+    row = dict(val_loss=bpb * math.log(2), bpb=bpb)
+    if cfg.text_share < 1 and (stage == "rl" or final):
+        n = cfg.eval_problems * (2 if final else 1)
+        problems = run.task.problems(0, "test", np.arange(n))
+        answers, rewards = attempt(run, problems, step)
+        row |= dict(pass_rate=float(rewards.mean()), problems=n)
+        if final:
+            row |= dict(greedy=pass_rate(run, step, n, temperature=0), pass_at_8=pass_at(run, step, 8, n // 4))
+            show_answers(run, problems, answers, rewards)
+    run.write(stage=stage, step=step, **row, eval_seconds=time.perf_counter() - start)
+    shown = {"bpb": "bits per byte", "pass_rate": "pass rate", "greedy": "greedy", "pass_at_8": "pass@8"}
+    run.say(f"{stage:8s} {step:5d}  " + "  ".join(f"{shown[k]} {row[k]:.3f}" for k in shown if k in row))
+
+
+def pass_at(run, draw, k, n):
+    """Share of n held-out problems of which at least one of k answers is right."""
+    problems = run.task.problems(0, "test", np.arange(n)).repeat(k, 0)
+    return float(attempt(run, problems, draw)[1].reshape(n, k).max(1).mean())
+
+
+def show_answers(run, problems, answers, rewards):
+    """A few answers, right and wrong, as they were sampled."""
+    for right in (1, 0):
+        for i in np.flatnonzero(rewards == right)[:2]:
+            text = (problems[i].tobytes() + answers[i].tobytes().rstrip(b"\0")).decode("latin-1")
+            run.say(f"           {'right' if right else 'wrong'}: {text!r}")
+
+
+class Clock:
+    """Speed since the last lap: tokens/s, share of the peak, peak memory, seconds."""
+    PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2.25e15,
+            "GB200": 2.5e15, "B300": 2.25e15, "GB300": 2.5e15}                  # bf16, dense
+
+    def __init__(self, run, tokens):
+        self.run, self.tokens, self.step = run, tokens, run.at["step"]
+        name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
+        self.peak = max(((len(k), v) for k, v in self.PEAK.items() if k in name), default=(0, 0))[1]
+        self.skip()
+
+    def skip(self):
+        """Leave out the time since the last lap."""
+        self.start = time.perf_counter()
+
+    def lap(self, step):
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+        seconds = time.perf_counter() - self.start
+        speed = (step - self.step) * self.tokens / max(seconds, 1e-9)
+        self.start, self.step = time.perf_counter(), step
+        out = dict(seconds=seconds, tokens_per_s=speed)
+        if self.peak:
+            out["mfu"] = speed * self.run.model.flops_per_token() / self.peak
+        if self.run.device.type == "cuda":
+            out["peak_memory"] = torch.cuda.max_memory_allocated(self.run.device)
+        return out
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+# DIR/checkpoints/STAGE-STEP/: tensors by torch.distributed.checkpoint, run.json for everything else,
+# and a manifest of sha256 sums, because the library loads a flipped bit without a word. The folder is
+# written under another name and renamed when it is whole, so a kill leaves the previous one.
+STAGE_ORDER = ("pretrain", "rl")
+
+
+def checkpoints(out):
+    """Whole checkpoints below a run's folder, oldest first."""
+    found = [p for p in (Path(out) / "checkpoints").glob("*-*") if p.suffix != ".tmp"]
+    return sorted(found, key=lambda p: (STAGE_ORDER.index(p.name.split("-")[0]), p.name))
+
+
+def latest_checkpoint(out):
+    return next(iter(checkpoints(out)[::-1]), None)
+
+
+def tensors_of(model, opt):
+    """name -> tensor of all that a run must remember: weights, router biases, AdamW's moments."""
+    found = {f"model.{k}": v for k, v in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        for key, value in opt.state.get(p, {}).items() if opt else ():
+            found[f"adamw.{name}.{key}"] = value
+    return found
+
+
+def dcp(verb, tensors, path):
+    """torch.distributed.checkpoint's save or load; it warns that it works alone, which is meant."""
+    import torch.distributed.checkpoint as library
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(library, verb)(tensors, checkpoint_id=str(path), no_dist=True)
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def save(run):
+    """Write a checkpoint, then delete the older ones of this stage."""
+    path = run.out / "checkpoints" / f"{run.at['stage']}-{run.at['step']:06d}"
+    temporary = path.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        os.fsync(run.log.fileno())
+        dcp("save", tensors_of(run.model, run.opt), temporary)
+        state = dict(config=dataclasses.asdict(run.cfg), at=run.at, log_bytes=run.log.tell(),
+                     corpus=run.corpus.sha256)
+        (temporary / "run.json").write_text(json.dumps(state, indent=1))
+        sums = {p.name: digest(p) for p in sorted(temporary.iterdir())}
+        (temporary / "manifest.json").write_text(json.dumps(sums, indent=1))
+        for p in temporary.iterdir():
+            with open(p, "rb") as f:
+                os.fsync(f.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be written "
+                      f"({error}); the last good one is {latest_checkpoint(run.out) or 'none'}") from None
+    for old in checkpoints(run.out)[:-1]:
+        if old.name.startswith(run.at["stage"]):
+            shutil.rmtree(old)
+
+
+def read_checkpoint(path):
+    """run.json of a checkpoint whose sums are right; Refused where they are not."""
+    try:
+        sums = json.loads((path / "manifest.json").read_text())
+        bad = [n for n, s in sums.items() if not (path / n).is_file() or digest(path / n) != s]
+        if bad:
+            raise Refused(f"checkpoint {path} is damaged: {bad[0]} is not what was written; delete that "
+                          "folder to go on from an earlier one or to start anew")
+        return json.loads((path / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise Refused(f"checkpoint {path} is damaged: {error}") from None
+
+
+def load_tensors(path, model, opt=None):
+    """Fill model (and optimizer) in place from a checkpoint whose sums were checked."""
+    if opt:
+        for p in model.parameters():              # moments to load into
+            opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
+                                exp_avg_sq=torch.zeros_like(p))
+    try:
+        dcp("load", tensors_of(model, opt), path)
+    except Exception as error:      # noqa: BLE001 the library raises many kinds; all mean the same here
+        reason = str(error).strip().splitlines()[-1]
+        raise Refused(f"checkpoint {path} is of another model: {reason}") from None
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0)               # the library writes behind autograd's version counter
+
+
+def settle(run, due):
+    """After a step: save where one is due or the user asked to stop; False means stop now."""
+    if due or run.stop:
+        save(run)
+    return not run.stop
+
+
+# -------------------------------------------------------------------------------------- command line
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def parse(argv):
+    """(Config, names of the flags given). Refused on anything that is not allowed."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise Refused(message)
+    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Config):
+        kw = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
+        text = f.metadata["help"] + ("" if f.default in ("", False) else f" ({f.default})")
+        p.add_argument(flag(f.name), help=text.replace("%", "%%"), **kw)
+    given = vars(p.parse_args(argv))
+    device = pick_device(given.get("device", "auto"))
+    preset = given.get("preset") or ("small" if device.type == "cuda" else "tiny")
+    cfg = Config(**{**PRESETS[preset], "preset": preset, **given})
+    return cfg, set(given), device
+
+
+def pick_device(name):
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise Refused(f"--device {name}: allowed are cpu, cuda and auto")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise Refused(f"--device {name}: this PyTorch finds no CUDA GPU; use --device cpu")
+    return torch.device(name)
+
+
+def check(cfg):
+    """Refuse values outside their range."""
+    at_least = dict(steps=1, batch=1, micro_batch=0, rl_steps=0, prompts=1, group=2, rl_micro_batch=0,
+                    log_every=1, eval_every=1, rl_eval_every=1, eval_rows=1, eval_problems=8, save_every=1,
+                    gate_every=1, threads=1, new=1, warmup=1, rl_warmup=1, rl_text_rows=1, seed=0,
+                    sample_top_k=0, lr=0, rl_lr=0, weight_decay=0, temperature=0, balance_rate=0, rl_text=0)
+    for name, low in at_least.items():
+        if not getattr(cfg, name) >= low:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be at least {low}")
+    for name in ("clip", "ratio_max", "text_share"):
+        if not getattr(cfg, name) > 0:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be above 0")
+    for name in ("gate", "mix_lr"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be 0 to 1")
+
+
+def continued(cfg, given, path):
+    """The configuration of a run that goes on: its checkpoint's, with what was given and may change."""
+    state = read_checkpoint(path)
+    known = {f.name for f in dataclasses.fields(Config)}
+    old = Config(**{k: v for k, v in state["config"].items() if k in known})
+    for name in sorted(given - FREE):
+        if getattr(cfg, name) != getattr(old, name):
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
+                          f"{getattr(old, name)}; leave the flag out, or start anew in another --out")
+    merged = dataclasses.replace(old, **{n: getattr(cfg, n) for n in given & FREE if n != "preset"},
+                                 stage=cfg.stage, out=cfg.out, resume=cfg.resume)
+    return merged, state
+
+
+def open_run(cfg, given, device):
+    """The run that the flags ask for: a new one, or one that goes on from its checkpoint."""
+    path = latest_checkpoint(cfg.out)
+    goes_on = cfg.resume or (cfg.stage in ("rl", "eval", "sample") and not cfg.init_from)
+    if goes_on and not path:
+        raise Refused(f"{cfg.out} holds no checkpoint: " + (
+            "--resume has nothing to go on from" if cfg.resume else f"--stage {cfg.stage} needs a trained "
+            "model there, or --init-from"))
+    if not goes_on and (path or (Path(cfg.out) / "log.jsonl").exists()):
+        raise Refused(f"{cfg.out} holds another run: use --resume to go on with it, or another --out")
+    state = None
+    if goes_on:
+        cfg, state = continued(cfg, given, path)
+    elif cfg.init_from:
+        cfg = shape_from(cfg, given)
+    check(cfg)
+    torch.set_num_threads(cfg.threads)
+    try:
+        run = Run(cfg, device)
+        length = cfg.seq_len + 1
+        for split in ("train", "val"):
+            run.corpus.batch(0, split, 0, np.arange(1), length)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    if run.task.prompt_len + run.task.answer_len > cfg.seq_len:
+        raise Refused(f"--seq-len {cfg.seq_len}: task {cfg.task} needs at least "
+                      f"{run.task.prompt_len + run.task.answer_len}")
+    if state:
+        if state["corpus"] != run.corpus.sha256 and cfg.stage not in ("eval", "sample"):
+            raise Refused(f"the text of {cfg.data or 'the default corpus'} is not the one that the run in "
+                          f"{cfg.out} was trained on; its sha256 differs")
+        run.at = state["at"]
+        fresh = run.at["stage"] == "pretrain" and run.at["done"]     # RL starts with new moments
+        run.opt = adamw(run.model, 0.0 if run.at["stage"] == "rl" else cfg.weight_decay)
+        load_tensors(path, run.model, None if cfg.stage in ("eval", "sample") or fresh else run.opt)
+    elif cfg.init_from:
+        load_tensors(latest_checkpoint(cfg.init_from), run.model)
+        run.at["done"] = cfg.stage == "rl"
+    return run, state
+
+
+def shape_from(cfg, given):
+    """cfg with the model shape of the run in --init-from."""
+    path = latest_checkpoint(cfg.init_from)
+    if not path:
+        raise Refused(f"--init-from {cfg.init_from}: no checkpoint there")
+    old = read_checkpoint(path)["config"]
+    names = {f.name for f in dataclasses.fields(ModelConfig)} & set(old)
+    for name in sorted(names & given):
+        if getattr(cfg, name) != old[name]:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: the model in {cfg.init_from} has {old[name]}")
+    return dataclasses.replace(cfg, **{n: old[n] for n in names})
+
+
+def open_log(run, state):
+    """log.jsonl: cut back to the checkpoint that the run goes on from, or begun with a header."""
+    path = run.out / "log.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if state and path.exists():
+        with open(path, "rb+") as f:
+            f.truncate(min(state["log_bytes"], path.stat().st_size))
+        run.rows = [json.loads(line) for line in path.read_text().splitlines()]
+    run.log = open(path, "a")
+    if not state:
+        total, active = run.model.parameters_active()
+        run.write(config=dataclasses.asdict(run.cfg), device=str(run.device), device_name=device_name(run),
+                  backend=backend_sentence(run.device), python=platform.python_version(),
+                  torch=torch.__version__, parameters=total, active=active, corpus=run.corpus.name,
+                  corpus_sha256=run.corpus.sha256, bigram_bpb=run.corpus.bigram_bpb)
+
+
+def device_name(run):
+    return torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.machine()
+
+
+def backend_sentence(device):
+    if device.type != "cuda":
+        return "reference: plain PyTorch in fp32, the numbers that the GPU kernels are checked against"
+    import kernels
+    return kernels.describe(device)
+
+
+def introduce(run):
+    cfg, (total, active) = run.cfg, run.model.parameters_active()
+    run.say(f"{cfg.precision}, {total:,} parameters, {active:,} active, {cfg.batch * cfg.seq_len:,} tokens "
+            f"a step, text {run.corpus.name} ({len(run.corpus.train) / 1e6:.1f} MB, a byte bigram has "
+            f"{run.corpus.bigram_bpb:.3f} bits per byte)")
+    run.say(f"{device_name(run)}, backend {backend_sentence(run.device)}")
+
+
+def sparkline(values, width=40):
+    """Up to `width` block characters for a curve."""
+    size = -(-len(values) // width)
+    means = [sum(values[i:i + size]) / len(values[i:i + size]) for i in range(0, len(values), size)]
+    low, span = min(means), (max(means) - min(means)) or 1
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int((v - low) / span * 8))] for v in means)
+
+
+def summary(run, stage):
+    """One line for a finished stage, and its curve."""
+    rows = [r for r in run.rows if r.get("stage") == stage]
+    evals = [r for r in rows if "bpb" in r]
+    steps = [r for r in rows if "loss" in r]
+    if not evals or not steps:
+        return
+    seconds, last = sum(r.get("seconds", 0) + r.get("eval_seconds", 0) for r in rows), evals[-1]
+    text = f"{stage}: {run.at['step']} steps in {seconds:.0f} s, {last['bpb']:.3f} bits per byte"
+    text += f" (bigram {run.corpus.bigram_bpb:.3f})" if stage == "pretrain" else f" (before {evals[0]['bpb']:.3f})"
+    if stage == "pretrain" and run.at.get("passed") is not None:
+        reached = run.at["passed"] >= run.cfg.gate
+        text += f", pass rate {last['pass_rate']:.3f}" + ("" if reached else
+                                                          f": the gate of {run.cfg.gate} was not reached")
+    if stage == "rl":
+        tail = [r["pass_rate"] for r in evals if "pass_rate" in r][-3:]
+        kind = sharpening(evals)
+        text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last "
+                 f"{len(tail)}){kind}")
+    curve = [r["reward"] if stage == "rl" else r["loss"] for r in steps]
+    run.say(f"{text}\n{'reward' if stage == 'rl' else 'loss'} {curve[0]:.2f} {sparkline(curve)} {curve[-1]:.2f}")
+
+
+def sharpening(evals):
+    """Did RL teach problems that eight tries could not solve, or only make sure of those they could?"""
+    first, last = evals[0].get("pass_at_8"), evals[-1].get("pass_at_8")
+    if first is None or last is None:
+        return ""
+    word = "learning" if last - first > 0.05 else "sharpening"
+    return f", pass@8 {first:.3f} -> {last:.3f}: {word}"
+
+
+def train(run):
+    """The stages that change weights, one after the other."""
+    cfg, at = run.cfg, run.at
+    if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain") and not (at["done"] and cfg.resume and
+                                                                             at["step"] >= cfg.steps):
+        run.opt = run.opt or adamw(run.model, cfg.weight_decay)
+        pretrain(run)
+        if run.stop:
+            return
+        summary(run, "pretrain")
+    if cfg.stage == "pretrain" or cfg.text_share >= 1 and cfg.stage == "all":
+        return
+    if at["stage"] == "pretrain":
+        if cfg.stage == "all" and (at["passed"] or 0) < cfg.gate:
+            run.say(f"the gate of {cfg.gate} was not reached ({at['passed']}): RL starts from what is there")
+        run.at = dict(at, stage="rl", step=0, done=False)
+        run.opt = adamw(run.model, 0.0)
+    reinforce(run)
+    if not run.stop:
+        summary(run, "rl")
+
+
+def sample_text(run):
+    """Continue the prompt, printing bytes as they come."""
+    cfg = run.cfg
+    prompt = torch.tensor([list(cfg.prompt.encode() or b"\n")], device=run.device)
+    run.begin(EVAL, 0)
+    sys.stdout.write(cfg.prompt)
+    start = time.perf_counter()
+    for token, _ in run.model.stream(prompt, cfg.new, temperature=cfg.temperature,
+                                     top_k=cfg.sample_top_k, seed=cfg.seed):
+        sys.stdout.buffer.write(bytes(token.tolist()))
+        sys.stdout.flush()
+    print(f"\n[{cfg.new / (time.perf_counter() - start):.0f} bytes/s]")
+
+
+def on_signal(run):
+    """Ctrl-C and SIGTERM finish the step, save and stop; a second one stops at once."""
+    def handle(number, _):
+        if run.stop:
+            raise KeyboardInterrupt
+        run.stop = True
+        run.say("stopping after this step; once more stops at once")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+
+
+def main(argv=None):
+    """Returns the exit code: 0, 2 for refused input, 130 for a run that was interrupted."""
+    try:
+        cfg, given, device = parse(argv)
+        run, state = open_run(cfg, given, device)
+        if run.cfg.stage == "sample":
+            sample_text(run)
+            return 0
+        introduce(run)
+        if run.cfg.stage == "eval":
+            run.log = open(os.devnull, "w")
+            run.begin(EVAL, 0)
+            evaluate(run, run.at["stage"], run.at["step"], final=True)
+            return 0
+        open_log(run, state)
+        on_signal(run)
+        train(run)
+        if run.stop:
+            run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
+                    f"--stage {run.cfg.stage} --out {run.cfg.out}")
+            return 130
+        return 0
+    except Refused as refusal:
+        print(f"train.py: {refusal}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -215,7 +215,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Layer(cfg, i, self.recipe) for i in range(cfg.layers))
         self.norm = nn.Parameter(torch.ones(cfg.dim))
         self.head = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
-        self.seed = quant.fold(seed)            # of this step's stochastic rounding
+        self.seed = seed                        # of this step's stochastic rounding
         self._versions = self.operands = None
         self.init_weights(seed)
 
@@ -237,7 +237,7 @@ class GPT(nn.Module):
 
     def begin_step(self, seed):
         """Set the seed of this step's stochastic rounding."""
-        self.seed, self._versions = quant.fold(seed), None
+        self.seed, self._versions = seed, None
 
     def prepare(self):
         """Make the GEMM operands of all weights: once per optimizer step."""

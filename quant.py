@@ -117,22 +117,28 @@ def _lookup(table, index):
 
 
 # ------------------------------------------------------------------------------------ random numbers
-def mix(h):
-    """A bijection of 32-bit integers that looks random (constants: Wellons' lowbias32).
+def _wrap(h):
+    """A Python integer as signed 32 bits; int32 tensors wrap by themselves."""
+    return h if torch.is_tensor(h) else (h + (1 << 31)) % (1 << 32) - (1 << 31)
 
-    int32 arithmetic wraps modulo 2^32; `& 0xFFFF` makes the arithmetic shift a logical one.
-    """
-    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ (h >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))      # Wellons' lowbias32
+
+
+def mix(h):
+    """A bijection of 32-bit integers that looks random; h is an int32 tensor or a Python integer.
+    The mask makes the arithmetic shift of a signed number a logical one."""
+    for shift, factor in MIX:
+        h = _wrap((h ^ (h >> shift & 0xFFFFFFFF >> shift)) * factor)
     return h ^ (h >> 16 & 0xFFFF)
 
 
 def fold(seed, *labels):
-    """A new seed from a seed and integer labels (step, layer, operand...); an int32 scalar tensor."""
-    if not torch.is_tensor(seed):
-        seed = torch.tensor((int(seed) + (1 << 31)) % (1 << 32) - (1 << 31), dtype=torch.int32)
+    """A new seed from a seed and integer labels (step, layer, operand ...). A seed is an integer, or an
+    int32 scalar tensor where a captured CUDA graph has to draw anew at each replay."""
+    seed = _wrap(seed)
     for label in labels:
-        seed = mix(mix(seed) + label)
+        seed = mix(_wrap(mix(seed) + label))
     return seed
 
 
@@ -143,11 +149,10 @@ def random_bits(seed, rows, cols):
     rows, cols: int32 tensors that broadcast together. Each is mixed by itself before they meet: with
     row * A + seed * B some pairs of seeds give one stream, shifted.
     """
-    h = mix(mix(rows) + mix(fold(seed).to(rows.device))) + mix(cols ^ 0x5BD1E995)
-    h ^= h >> 16 & 0xFFFF
-    h *= 0x7FEB352D
-    h ^= h >> 15 & 0x1FFFF
-    h *= 0x846CA68B - (1 << 32)
+    h = mix(mix(rows) + mix(fold(seed))) + mix(cols ^ 0x5BD1E995)
+    for shift, factor in MIX:
+        h ^= h >> shift & 0xFFFFFFFF >> shift
+        h *= factor
     return h
 
 
@@ -157,22 +162,28 @@ def uniform(seed, rows, cols):
 
 
 # ------------------------------------------------------------------------------------------ rounding
-def binade(y):
-    """The power of two at or below |y| (0 below the fp32 normals)."""
-    return (y.view(torch.int32) & 0x7F800000).view(torch.float32)
+def round_to_grid(x, lowest, mantissa, u=None):
+    """Round fp32 x to `mantissa` bits below its leading one: to nearest, ties to even, or, where u,
+    uniform in [0, 1), is given, away from zero with probability = the fraction that is cut off.
 
-
-def round_to_grid(y, fmt, u=None):
-    """Round fp32 y, |y| <= fmt.largest, to the elements of `fmt`: to nearest, ties to even, or up
-    with probability = fraction where u, uniform in [0, 1), is given. The sign of zero is kept.
+    lowest: fp32 bits (an integer or an int32 tensor) of the power of two below which the grid stays
+    even, at multiples of lowest * 2^-mantissa: the subnormals of the format.
     """
-    step = binade(y).clamp_(min=2.0 ** fmt.emin).mul_(2.0 ** -fmt.mantissa)
+    exponent = (x.view(torch.int32) & 0x7F800000).clamp_(min=lowest)         # bits of 2^E <= |x|
     if u is None:
-        return (y / step).round_().mul_(step)
-    z = y.abs().div_(step)
+        # Adding 1.5 * 2^(23 - mantissa) * 2^E leaves fp32 just these bits; it rounds ties to even.
+        magic = exponent.add_((23 - mantissa << 23) + 0x400000).view(torch.float32)
+        return (x + magic).sub_(magic)
+    step = exponent.sub_(mantissa << 23)                                     # 2^(E - mantissa)
+    z = x.abs().mul_((0x7F000000 - step).view(torch.float32))                # |x| / step, exactly
     lo = z.floor()
-    n = lo + (z - lo).sub_(u).ceil_()       # = lo + (u < z - lo); the ceiling of (-1, 1) is 0 or 1
-    return n.mul_(step).copysign_(y)
+    n = lo + (z - lo).sub_(u).ceil_()        # = lo + (u < z - lo); the ceiling of (-1, 1) is 0 or 1
+    return n.mul_(step.view(torch.float32)).copysign_(x)
+
+
+def round_elements(y, fmt, u=None):
+    """Round scaled numbers, |y| <= fmt.largest, to the elements of a format."""
+    return round_to_grid(y, 127 + fmt.emin << 23, fmt.mantissa, u)
 
 
 def power_of_two_at_least(amax, significand, exponent):
@@ -216,8 +227,7 @@ def _nvfp4_scales(amax, outer, up, largest=6.0):
     above 6 and stochastic rounding is unbiased. A block with NaN or Inf gets the scale NaN."""
     one_over = torch.tensor(1 / largest, dtype=torch.float32, device=amax.device)
     s = (amax * one_over / outer).clamp_(max=MXFP8.largest)
-    step = binade(s).clamp_(min=2.0 ** MXFP8.emin).mul_(2.0 ** -MXFP8.mantissa)
-    s = (s / step).ceil_().mul_(step) if up else round_to_grid(s, MXFP8)
+    s = round_elements(s, MXFP8, u=0.0 if up else None)         # u = 0: any fraction rounds up
     scale = s * outer
     inverse = torch.where(s > 0, 1.0 / scale, 0.0)
     return s.to(torch.float8_e4m3fn), scale, inverse
@@ -232,36 +242,33 @@ def _finite_amax(xb, amax, axis, dims):
 
 def _to_blocks(x, fmt, axis):
     """x with its axis -1 or -2 split into blocks: [..., K/V, V] or [..., T/V, V, K]."""
-    if x.shape[axis] % fmt.block:
+    if x.shape[axis] % fmt.block or x.numel() == 0:
         raise ValueError(f"a tensor of shape {tuple(x.shape)} has no whole blocks of {fmt.block} "
                          f"along axis {axis}, as {fmt.name} needs")
     return x.unflatten(axis, (x.shape[axis] // fmt.block, fmt.block))
 
 
-def _round_blocks(x, fmt, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
-    """The heart of both `quantize` and `cast`: elements, scales and decoded scales of x, in blocks.
-
-    Returns (elements, stored scales, decoded scales, outer), all but `outer` split into blocks.
-    """
-    if rounding not in ("nearest", "stochastic"):
+def _uniform_for(x, rounding, seed, rows, cols):
+    """The uniform numbers of x's elements for stochastic rounding, None for rounding to nearest."""
+    if rounding == "nearest":
+        return None
+    if rounding != "stochastic":
         raise ValueError(f"rounding {rounding!r}: allowed are 'nearest' and 'stochastic'")
-    if x.numel() == 0:
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} holds no numbers to quantise")
-    x = x.float()
+    if rows is None:
+        rows = torch.arange(x[..., 0].numel(), dtype=torch.int32, device=x.device)
+    if cols is None:
+        cols = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    return uniform(seed, rows.int().view(x.shape[:-1])[..., None], cols.int())
+
+
+def _round_blocks(x, fmt, u, outer=None, axis=-1):
+    """Round fp32 x: (elements, stored scales, decoded scales) in blocks, and the outer scales."""
     xb = _to_blocks(x, fmt, axis)
+    u = u if u is None else _to_blocks(u, fmt, axis)
     amax = xb.abs().amax(axis, keepdim=True)
-    u = None
-    if rounding == "stochastic":
-        if rows is None:
-            rows = torch.arange(x[..., 0].numel(), dtype=torch.int32, device=x.device)
-        if cols is None:
-            cols = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-        u = uniform(seed, rows.int().view(x.shape[:-1])[..., None], cols.int())
-        u = _to_blocks(u, fmt, axis)
     if fmt.block == MXFP8.block:
         scales, scale, inverse = _mxfp8_scales(amax)
-        return round_to_grid(xb * inverse, fmt, u), scales, scale, None
-
+        return round_elements(xb * inverse, fmt, u), scales, scale, None
     if outer is None:
         dims = (axis - 1, axis) if fmt.outer == "row" else tuple(range(-xb.dim(), 0))
         outer_b = _row_outer(_finite_amax(xb, amax, axis, dims), fmt)
@@ -275,7 +282,7 @@ def _round_blocks(x, fmt, rounding="nearest", seed=0, outer=None, rows=None, col
 
     def trial(largest):
         scales, scale, inverse = _nvfp4_scales(amax, outer_b, u is not None, largest)
-        return round_to_grid((xb * inverse).clamp_(-6.0, 6.0), fmt, u), scales, scale
+        return round_elements((xb * inverse).clamp_(-6.0, 6.0), fmt, u), scales, scale
 
     elements, scales, scale = trial(6.0)
     if fmt.four_six:
@@ -330,10 +337,11 @@ class Quantized:
 def _pack_e2m1(elements, axis):
     """E2M1 values (fp32) to codes, two in a byte along `axis`, the even one in the low nibble."""
     m = elements.abs()
-    code = torch.minimum(torch.minimum(m * 2, m + 2), m * 0.5 + 4).to(torch.uint8)
-    code |= torch.signbit(elements).to(torch.uint8) << 3
+    code = torch.minimum(m * 2, m + 2)
+    torch.minimum(code, m.mul_(0.5).add_(4), out=code)      # 0 .5 1 1.5 2 3 4 6 -> 0 1 2 3 4 5 6 7
+    code.add_(4).sub_(torch.full_like(m, 4.0).copysign_(elements))            # + 8 where negative
     code = code.unflatten(axis, (code.shape[axis] // 2, 2))
-    return code.select(axis, 0) | code.select(axis, 1) << 4
+    return (code.select(axis, 0) + code.select(axis, 1) * 16).to(torch.uint8)
 
 
 def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
@@ -347,24 +355,43 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
     """
     if fmt not in FORMATS:
         raise ValueError(f"format {fmt!r}: allowed are {', '.join(FORMATS)}")
-    f = FORMATS[fmt]
-    elements, scales, scale, outer = _round_blocks(x, f, rounding, seed, outer, rows, cols, axis)
+    f, x = FORMATS[fmt], x.float()
+    u = _uniform_for(x, rounding, seed, rows, cols)
+    elements, scales, scale, outer = _round_blocks(x, f, u, outer, axis)
     bad = torch.isnan(scale)
-    if bool(bad.any()):                   # magnitudes 0, signs kept
-        elements = torch.where(bad, 0.0, elements).copysign(_to_blocks(x.float(), f, axis))
-    elements = elements.flatten(axis - 1, axis)
+    if bool(bad.any()):
+        elements = torch.where(bad, 0.0, elements)
+    elements = elements.flatten(axis - 1, axis).copysign_(x)         # zeros keep their sign
     codes = elements.to(torch.float8_e4m3fn) if f.block == MXFP8.block else _pack_e2m1(elements, axis)
     return Quantized(fmt, codes, scales.squeeze(axis), outer, axis)
 
 
-def cast(x, fmt, **kw):
-    """`quantize(x, fmt, **kw).dequantize(x.dtype)` without packing and unpacking: the exact values
-    that a GEMM in this format reads. "bf16" means: as the tensor is."""
+def cast(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
+    """`quantize(...).dequantize(x.dtype)` without packing and unpacking: the exact values that a GEMM
+    in this format reads. "bf16" means: as the tensor is."""
     if fmt == "bf16":
         return x
-    elements, _, scale, _ = _round_blocks(x, FORMATS[fmt], **kw)
-    axis = kw.get("axis", -1)
-    return elements.mul_(scale).flatten(axis - 1, axis).to(x.dtype)
+    f, dtype, x = FORMATS[fmt], x.dtype, x.float()
+    u = _uniform_for(x, rounding, seed, rows, cols)
+    values = _cast_mxfp8(x, u, axis) if fmt == "mxfp8" else None
+    if values is None:
+        elements, _, scale, _ = _round_blocks(x, f, u, outer, axis)
+        values = elements.mul_(scale)
+    return values.flatten(axis - 1, axis).to(dtype)
+
+
+def _cast_mxfp8(x, u, axis):
+    """The short way for numbers far from fp32's ends (None elsewhere): scaling by a power of two and
+    rounding commute, so each number is rounded where it is, on the grid that its block's scale means.
+    """
+    xb = _to_blocks(x, MXFP8, axis)
+    amax = xb.abs().amax(axis, keepdim=True).view(torch.int32)
+    smallest = (amax - 1 & 0x7FFFFFFF).min().item()                  # of the blocks that are not zero
+    if smallest < (127 - 80 << 23) or amax.max().item() > (127 + 80 << 23):
+        return None
+    exponent = power_of_two_at_least(amax.view(torch.float32), 1.75, 8).clamp_(min=1 - MXFP8.emin)
+    u = u if u is None else _to_blocks(u, MXFP8, axis)
+    return round_to_grid(xb, exponent.add_(MXFP8.emin) << 23, MXFP8.mantissa, u)
 
 
 # ------------------------------------------------------------------------------------------- recipes
@@ -497,11 +524,11 @@ def gemm(a, b, counts=None, turned=False):
         b = b.transpose(-1, -2)
     if counts is None:
         return a @ b[0]
-    y = a.new_zeros(a.shape[0], b.shape[2])
+    y = a.new_empty(a.shape[0], b.shape[2])
     for e, (start, n, end) in enumerate(spans(counts, a.shape[0])):
         stop = min(start + -(-n // 32) * 32, end)    # whole 32s: a row's bits must not depend on n
         torch.mm(a[start:stop], b[e], out=y[start:stop])
-        y[start + n:stop] = 0
+        y[start + n:end] = 0
     return y
 
 
@@ -583,15 +610,15 @@ class _Linear(torch.autograd.Function):
             x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype)          # [R, K], along K
         # Only the packed copy of X is kept where the recipe's backward pass starts from it.
         kept = xq.tensors() if g.source == "copy" else (x,)
-        ctx.save_for_backward(counts, seed, rows, *kept)
-        ctx.weight, ctx.g, ctx.dtype = weight, g, x.dtype
+        ctx.save_for_backward(counts, rows, *kept)
+        ctx.weight, ctx.g, ctx.seed, ctx.dtype = weight, g, seed, x.dtype
         return b.gemm(x_row, weight.forward, counts)                                # [R, N]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        counts, seed, rows, *kept = ctx.saved_tensors
-        g, b = ctx.g, backend_for(dy)
+        counts, rows, *kept = ctx.saved_tensors
+        g, b, seed = ctx.g, backend_for(dy), ctx.seed
         x = Quantized(g.x, *kept) if g.source == "copy" else kept[0]
         dy_row, dy_col, x = _dy_operands(b, dy, x, g, counts, seed, rows)
         dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]
@@ -627,7 +654,6 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=False,
         raise ValueError(f"w {tuple(w.shape)}: N and K must be multiples of {g.block}")
     if rows is None:
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    seed = fold(seed).to(x.device)
     if weight is None:
         weight = prepare(w, g, fold(seed, 3), x.dtype)
     return _Linear.apply(x, w, weight, xq, rounded, counts, g, seed, rows)

@@ -170,14 +170,12 @@ def _outer_of(amax):
 
 
 @jit
-def _row_amax(x):
-    """Bits of the largest finite |x| of each row. As integers the bits order as |x| does, with Inf and
-    NaN above; only if there are any, each number is looked at again."""
+def _row_amax(x, FINITE: tl.constexpr):
+    """Bits of the largest |x| of each row; as integers they order as |x| does, with Inf, NaN above."""
     bits = tl.reshape(_bits(x) & 0x7FFFFFFF, (x.shape[0], x.shape[1] // 16, 16))
-    amax = tl.max(tl.max(bits, 2), 1)
-    if tl.max(amax, 0) >= 0x7F800000:
-        amax = tl.max(tl.max(tl.where(bits < 0x7F800000, bits, 0), 2), 1)
-    return amax
+    if FINITE:
+        bits = tl.where(bits < 0x7F800000, bits, 0)
+    return tl.max(tl.max(bits, 2), 1)
 
 
 @jit
@@ -214,11 +212,10 @@ def _decode_e4m3(byte):
 
 
 @jit
-def _decode_e2m1(code):
-    """A nibble of the table 0 1 2 3 4 6 8 12, halved."""
-    c = code.to(tl.int32)
-    v = _number((0xC8643210 >> ((c & 7) * 4).to(tl.uint32)).to(tl.int32) & 15) * 0.5
-    return _float(_bits(v) | ((c & 8) << 28))
+def _decode_e2m1(code, sign):
+    """fp32 of codes 0 to 7 with the top bit of `sign`: 0 and .5, then an exponent and one bit."""
+    bits = tl.where(code < 2, code * 0x3F000000, (code << 22) + 0x3F000000)
+    return _float(bits | (sign & -0x80000000))
 
 
 @jit
@@ -260,20 +257,23 @@ def _load(x, x_scales, outer, row, base, stride, k0, rows_left, K: tl.constexpr,
     else:
         codes = _gather(x, row, base, K // 2, k0 // 2, BK // 2, K // 2, rows_left, EVEN, 4)
         scales = _gather(x_scales, row, base, K // 16, k0 // 16, BK // 16, K // 16, rows_left, EVEN, 1)
-        v = tl.interleave(_decode_e2m1(codes & 15), _decode_e2m1(codes >> 4))
+        b = codes.to(tl.int32)
+        v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
         v = tl.reshape(v, (row.shape[0], BK // 16, 16))
         return tl.reshape(v * (_decode_e4m3(scales) * outer[:, None])[:, :, None], (row.shape[0], BK))
 
 
 @jit
-def _store(out, value, e, i0, j0, I, J, ROWWISE: tl.constexpr, EVEN: tl.constexpr):
-    """Store a tile at (i0, j0) of matrix e of out [E, I, J], or [E, J, I] where not ROWWISE."""
+def _store(out, value, e, i0, j0, I, J, ROWWISE: tl.constexpr, EVEN: tl.constexpr,
+           VECTOR: tl.constexpr):
+    """Store a tile at (i0, j0) of matrix e of out [E, I, J], or [E, J, I] where not ROWWISE. VECTOR: no
+    thread stores more at once, so that it can be the thread that computed it."""
     i, j = tl.arange(0, value.shape[0])[:, None], tl.arange(0, value.shape[1])[None, :]
     out = out + e * I * J
     if ROWWISE:
-        p = out + (i0 * J + j0) + (i * J + j)
+        p = tl.max_contiguous(out + (i0 * J + j0) + (i * J + j), (1, VECTOR))
     else:
-        p = out + (j0 * I + i0) + (j * I + i)
+        p = tl.max_contiguous(out + (j0 * I + i0) + (j * I + i), (VECTOR, 1))
     value = value.to(out.dtype.element_ty)
     if EVEN:
         tl.store(p, value)
@@ -302,7 +302,7 @@ def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: 
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
     if FMT == "bf16":
-        _store(values, x, e, i0, j0, I, J, ROWWISE, EVEN)
+        _store(values, x, e, i0, j0, I, J, ROWWISE, EVEN, 8)
     else:
         V: tl.constexpr = 32 if FMT == "mxfp8" else 16
         xb = tl.reshape(x, (A, B // V, V))
@@ -320,18 +320,20 @@ def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: 
         v, code = _to_grid(y, u, STOCHASTIC, 3 if FMT == "mxfp8" else 1, -6 if FMT == "mxfp8" else 0)
         if values is not None:
             v = _float(_bits(v) | (_bits(xb) & -0x80000000)) * scale[:, :, None]
-            _store(values, tl.reshape(v, (A, B)), e, i0, j0, I, J, ROWWISE, EVEN)
+            _store(values, tl.reshape(v, (A, B)), e, i0, j0, I, J, ROWWISE, EVEN, 8)
         if codes is not None:
-            TURNED: tl.constexpr = ROWWISE or blocked is not None
+            ACROSS: tl.constexpr = ROWWISE or blocked is not None      # native: the contracted axis last
+            TURNED: tl.constexpr = ACROSS and not ROWWISE
+            WIDE: tl.constexpr = 16 if TURNED else 8 * V // 32 if ROWWISE else 8
             if FMT == "mxfp8":
                 code = tl.reshape(code | (_bits(xb) >> 24 & 0x80), (A, B)).to(tl.uint8)
-                _store(codes, code, e, i0, j0, I, J, TURNED, EVEN)
+                _store(codes, code, e, i0, j0, I, J, ACROSS, EVEN, WIDE)
             else:
                 code = tl.reshape(code | (_bits(xb) >> 28 & 8), (A, B // 2, 2)).to(tl.uint8)
                 low, high = tl.split(code)
-                _store(codes, low | high << 4, e, i0, j0 // 2, I, J // 2, TURNED, EVEN)
+                _store(codes, low | high << 4, e, i0, j0 // 2, I, J // 2, ACROSS, EVEN, WIDE)
         if scales is not None:
-            _store(scales, byte, e, i0, j0 // V, I, J // V, ROWWISE, EVEN)
+            _store(scales, byte, e, i0, j0 // V, I, J // V, ROWWISE, EVEN, 16)
         if blocked is not None:
             _store_blocked(blocked, byte, e, i0, j0 // V, I, J // V, EVEN)
 
@@ -397,7 +399,11 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, outer,
     if OUTER == "own":
         amax = tl.zeros((BM,), tl.int32)
         for i in tl.static_range(CHUNKS):
-            amax = tl.maximum(amax, _row_amax(tile[i]))
+            amax = tl.maximum(amax, _row_amax(tile[i], False))
+        if tl.max(amax, 0) >= 0x7F800000:      # only now look at each number for the largest finite one
+            amax = tl.zeros((BM,), tl.int32)
+            for i in tl.static_range(CHUNKS):
+                amax = tl.maximum(amax, _row_amax(tile[i], True))
         o = _outer_of(amax)
         tl.store(outer + here + r, o, mask=r < left)
     elif OUTER == "given" and ROW is not None:

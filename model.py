@@ -53,8 +53,8 @@ class ModelConfig:
             raise ValueError(f"kv_heads {self.kv_heads}: must divide heads {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim}: must be even, rotary positions turn pairs")
-        if not 0 <= self.dense_layers < self.layers:
-            raise ValueError(f"dense_layers {self.dense_layers}: must be 0 to {self.layers - 1}")
+        if not 0 <= self.dense_layers <= self.layers:
+            raise ValueError(f"dense_layers {self.dense_layers}: must be 0 to layers, {self.layers}")
         if self.shared < 0:
             raise ValueError(f"shared {self.shared}: must be at least 0")
 
@@ -187,14 +187,19 @@ class Layer(nn.Module):
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
-                                 rounded=g.wire != "bf16", seed=quant.fold(seed, 1))
+                                 rounded=("x",) if g.wire == "mxfp8" else (), seed=quant.fold(seed, 1))
         y = quant.grouped_linear(swiglu(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
-                                 seed=quant.fold(seed, 2))                       # [R, D]
+                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
         return moe_comm.combine(y, gates, plan, wire)
 
     def forward(self, x, weights, cos, sin, cache, seed, first_token):
+        tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
+                              device=x.device)
+        gemms = self.linears()
+
         def lin(name, x):
-            return quant.linear(x, getattr(self, name), self.linears()[name], weight=weights[name])
+            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], rows=tokens,
+                                seed=quant.fold(seed, 32 + list(gemms).index(name)))
         x = x + self.attention(rms_norm(x, self.attn_norm, self.cfg.norm_eps), lin, cos, sin, cache)
         h = rms_norm(x, self.ffn_norm, self.cfg.norm_eps).flatten(0, 1)          # [N, D]
         out = lin("v2", swiglu(lin("v1", h))) if self.has_dense else 0
@@ -273,7 +278,7 @@ class GPT(nn.Module):
     def balance(self, rate):
         """Move each router's bias by `rate` toward an even load, then forget the load. Returns the
         largest load over the mean, the worst layer's."""
-        worst = []
+        worst = [torch.ones((), device=self.embed.device)]
         for block in self.blocks:
             if block.is_moe:
                 load = block.load.float()

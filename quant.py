@@ -70,9 +70,9 @@ NVFP4 = Format("nvfp4", block=16, mantissa=1, emin=0, largest=6.0)
 FORMATS = {
     "mxfp8": MXFP8,
     "nvfp4": NVFP4,
-    "nvfp4_tensor": replace(NVFP4, outer="tensor"),
-    "nvfp4_tile": replace(NVFP4, tile=16),
-    "nvfp4_46": replace(NVFP4, four_six=True),
+    "nvfp4_tensor": replace(NVFP4, name="nvfp4_tensor", outer="tensor"),
+    "nvfp4_tile": replace(NVFP4, name="nvfp4_tile", tile=16),
+    "nvfp4_46": replace(NVFP4, name="nvfp4_46", four_six=True),
 }
 
 
@@ -191,7 +191,8 @@ def power_of_two_at_least(amax, significand, exponent):
     clamped; in integers: one more than the exponents' difference where amax's significand is larger.
     """
     carry = 0x7FFFFF - int((significand - 1) * (1 << 23))
-    return (amax.view(torch.int32) + carry >> 23) - exponent
+    bits = amax.view(torch.int32).clamp(max=0x7F800000)             # a NaN may have all bits set
+    return (bits + carry >> 23) - exponent
 
 
 def _row_outer(amax, fmt):
@@ -226,7 +227,7 @@ def _nvfp4_scales(amax, outer, up, largest=6.0):
     """(E4M3 block scale, decoded scale, its inverse). `up` rounds the scale up: then no element is
     above 6 and stochastic rounding is unbiased. A block with NaN or Inf gets the scale NaN."""
     one_over = torch.tensor(1 / largest, dtype=torch.float32, device=amax.device)
-    s = (amax * one_over / outer).clamp_(max=MXFP8.largest)
+    s = torch.where(amax < torch.inf, (amax * one_over / outer).clamp_(max=MXFP8.largest), torch.nan)
     s = round_elements(s, MXFP8, u=0.0 if up else None)         # u = 0: any fraction rounds up
     scale = s * outer
     inverse = torch.where(s > 0, 1.0 / scale, 0.0)
@@ -276,6 +277,9 @@ def _round_blocks(x, fmt, u, outer=None, axis=-1):
         outer_b = torch.as_tensor(outer, dtype=torch.float32, device=x.device)
         outer_b = outer_b.expand(amax.squeeze(axis).select(axis, 0).shape)
         outer_b = outer_b.unsqueeze(axis).unsqueeze(axis)
+    if fmt.tile > 1 and (axis != -1 or x.dim() < 2 or x.shape[-2] % fmt.tile):
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no whole tiles of {fmt.tile} rows along "
+                         f"axis -2, as {fmt.name} needs")
     if fmt.tile > 1:        # `tile` rows share their scales: their largest amax, given back to each
         amax = amax.unflatten(-3, (-1, fmt.tile))
         amax = amax.amax(-3, keepdim=True).expand(amax.shape).flatten(-4, -3)
@@ -368,7 +372,7 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
 
 def cast(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
     """`quantize(...).dequantize(x.dtype)` without packing and unpacking: the exact values that a GEMM
-    in this format reads. "bf16" means: as the tensor is."""
+    in this format reads (a zero may lose its sign). "bf16" means: as the tensor is."""
     if fmt == "bf16":
         return x
     f, dtype, x = FORMATS[fmt], x.dtype, x.float()
@@ -497,12 +501,15 @@ def spans(counts, rows):
     return out
 
 
-def operand(x, fmt, *, counts=None, dtype=None, **kw):
+def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
     """What a GEMM reads of x, a tensor or a packed one: the exact values in `fmt`.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
-    Along T, axis=-2, padding counts as zero. Only this backend's GEMMs read the result.
+    Along T, axis=-2, padding counts as zero. rounded: x holds values of `fmt` already, in blocks along
+    its rows. Only this backend's GEMMs read the result.
     """
+    if rounded:
+        return x
     if isinstance(x, Quantized):
         x = x.dequantize(dtype or torch.float32)
         if kw.get("axis", -1) == -1:
@@ -512,9 +519,9 @@ def operand(x, fmt, *, counts=None, dtype=None, **kw):
     return cast(x, fmt, **kw)
 
 
-def operand_pair(x, fmt, *, counts=None, **kw):
+def operand_pair(x, fmt, *, counts=None, rounded=False, **kw):
     """(operand along the rows of x [R, K], operand along T): a GPU makes both in one pass."""
-    return operand(x, fmt, **kw), operand(x, fmt, axis=-2, counts=counts, **kw)
+    return operand(x, fmt, rounded=rounded, **kw), operand(x, fmt, axis=-2, counts=counts, **kw)
 
 
 def gemm(a, b, counts=None, turned=False):
@@ -604,14 +611,12 @@ class _Linear(torch.autograd.Function):
         b = backend_for(x)
         if xq is None and g.source == "copy":
             xq = b.quantize(x, g.x)
-        if rounded and xq is None:
-            x_row = x
-        else:
-            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype)          # [R, K], along K
+        x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype,              # [R, K], along K
+                          rounded="x" in rounded)
         # Only the packed copy of X is kept where the recipe's backward pass starts from it.
         kept = xq.tensors() if g.source == "copy" else (x,)
         ctx.save_for_backward(counts, rows, *kept)
-        ctx.weight, ctx.g, ctx.seed, ctx.dtype = weight, g, seed, x.dtype
+        ctx.weight, ctx.g, ctx.rounded, ctx.seed, ctx.dtype = weight, g, rounded, seed, x.dtype
         return b.gemm(x_row, weight.forward, counts)                                # [R, N]
 
     @staticmethod
@@ -620,31 +625,33 @@ class _Linear(torch.autograd.Function):
         counts, rows, *kept = ctx.saved_tensors
         g, b, seed = ctx.g, backend_for(dy), ctx.seed
         x = Quantized(g.x, *kept) if g.source == "copy" else kept[0]
-        dy_row, dy_col, x = _dy_operands(b, dy, x, g, counts, seed, rows)
+        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded, seed, rows)
         dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]
-        x_col = b.operand(x, g.back, axis=-2, counts=counts, dtype=ctx.dtype,       # [R, K], along T
+        x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=ctx.dtype,     # [R, K], along T
                           rounding=g.rounding, seed=fold(seed, 2), rows=rows)
-        dw = b.gemm_wgrad(dy_col, x_col, counts)                                    # [E, N, K]
+        dw = b.gemm_wgrad(dy_col, x_col, counts_t)                                  # [E, N, K]
         return dx, dw, None, None, None, None, None, None, None
 
 
-def _dy_operands(b, dy, x, g, counts, seed, rows):
-    """(dY along N, dY along T, X): both wgrad operands are rotated first where the recipe says so."""
+def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
+    """(dY along N, dY along T, X, rows of each expert along T): both wgrad operands are rotated first
+    where the recipe says so, which fills groups of 16 rows up with what their real rows hold."""
     kw = dict(rounding=g.dy_rounding, seed=fold(seed, 1), rows=rows)
     if not g.hadamard:
-        return *b.operand_pair(dy, g.dy, counts=counts, **kw), x
-    x, dy_turned = (hadamard16(zero_padding(t, counts), seed) for t in (x, dy))
-    return b.operand(dy, g.dy, **kw), b.operand(dy_turned, g.dy, axis=-2, **kw), x
+        return *b.operand_pair(dy, g.dy, counts=counts, rounded=rounded, **kw), x, counts
+    x, turned = (hadamard16(zero_padding(t, counts), seed) for t in (x, dy))
+    filled = None if counts is None else (counts + 15) // 16 * 16
+    return b.operand(dy, g.dy, **kw), b.operand(turned, g.dy, axis=-2, counts=filled, **kw), x, filled
 
 
-def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=False, seed=0, rows=None):
+def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None):
     """Y[r] = W[e] X[r] for rows sorted by expert, with the three GEMMs of a recipe.
 
     x [R, K]: each expert's rows start at a multiple of 128; counts int32 [E]: its real rows. Padding
     rows are never read as data, their output is zero. w [E, N, K], fp32. recipe: a `Gemms`, or the
     name of a Recipe, whose rule for experts is meant. weight: prepare()d operands of w. xq: x as it
-    came packed over the wire; x then only carries the gradient. rounded: x came rounded along K
-    already, though not packed. seed, rows: for stochastic rounding,
+    came packed over the wire; x then only carries the gradient. rounded: which of "x" and
+    "dy" came over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
     the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
     """
     g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
@@ -665,6 +672,7 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
     short = -x.shape[0] % 32            # blocks along T; and a CPU row's bits must not depend on T
     if short:
         x = torch.nn.functional.pad(x, (0, 0, 0, short))
+        rows = rows if rows is None else torch.nn.functional.pad(rows, (0, short))
     g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
     y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows)
     return y[:y.shape[0] - short].view(*shape[:-1], w.shape[0])

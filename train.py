@@ -149,7 +149,7 @@ class Run:
 
     def write(self, **row):
         """Append a row to log.jsonl and keep it for the summary."""
-        row = {k: (round(v, 6) if isinstance(v, float) else v) for k, v in row.items() if v is not None}
+        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items() if v is not None}
         self.rows.append(row)
         self.log.write(json.dumps(row) + "\n")
         self.log.flush()

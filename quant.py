@@ -186,13 +186,17 @@ def round_elements(y, fmt, u=None):
     return round_to_grid(y, 127 + fmt.emin << 23, fmt.mantissa, u)
 
 
+def fp32_bits(amax):
+    """The bits of fp32 numbers >= 0, with Inf for NaN, which may have any sign and bits."""
+    return (amax.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800000)
+
+
 def power_of_two_at_least(amax, significand, exponent):
     """fp32 exponent field of the smallest power of two >= amax / (significand * 2^exponent), not
     clamped; in integers: one more than the exponents' difference where amax's significand is larger.
     """
     carry = 0x7FFFFF - int((significand - 1) * (1 << 23))
-    bits = amax.view(torch.int32).clamp(max=0x7F800000)             # a NaN may have all bits set
-    return (bits + carry >> 23) - exponent
+    return (fp32_bits(amax) + carry >> 23) - exponent
 
 
 def _row_outer(amax, fmt):
@@ -218,7 +222,7 @@ def _mxfp8_scales(amax):
     """(byte, decoded scale, its inverse) for each block's amax: the smallest power of two >= amax/448,
     so nothing clips. NaN or Inf gives byte 255, which decodes to NaN."""
     byte = power_of_two_at_least(amax, 1.75, 8).clamp_(min=0)
-    byte += (amax.view(torch.int32) >= 0x7F800000) * 8            # 247 -> 255
+    byte += (fp32_bits(amax) == 0x7F800000) * 8                   # 247 -> 255
     t = tables(amax.device)
     return byte.to(torch.uint8), _lookup(t.e8m0, byte), _lookup(t.e8m0_inverse, byte)
 
@@ -389,11 +393,12 @@ def _cast_mxfp8(x, u, axis):
     rounding commute, so each number is rounded where it is, on the grid that its block's scale means.
     """
     xb = _to_blocks(x, MXFP8, axis)
-    amax = xb.abs().amax(axis, keepdim=True).view(torch.int32)
-    smallest = (amax - 1 & 0x7FFFFFFF).min().item()                  # of the blocks that are not zero
-    if smallest < (127 - 80 << 23) or amax.max().item() > (127 + 80 << 23):
+    amax = xb.abs().amax(axis, keepdim=True)
+    bits = fp32_bits(amax)
+    smallest = (bits - 1 & 0x7FFFFFFF).min().item()                  # of the blocks that are not zero
+    if smallest < (127 - 80 << 23) or bits.max().item() > (127 + 80 << 23):
         return None
-    exponent = power_of_two_at_least(amax.view(torch.float32), 1.75, 8).clamp_(min=1 - MXFP8.emin)
+    exponent = power_of_two_at_least(amax, 1.75, 8).clamp_(min=1 - MXFP8.emin)
     u = u if u is None else _to_blocks(u, MXFP8, axis)
     return round_to_grid(xb, exponent.add_(MXFP8.emin) << 23, MXFP8.mantissa, u)
 

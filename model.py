@@ -47,6 +47,8 @@ class ModelConfig:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
         object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.heads)
         object.__setattr__(self, "dense_dim", self.dense_dim or 4 * self.dim)
+        if self.head_dim < 1 or self.dense_dim < 1:
+            raise ValueError(f"head_dim {self.head_dim} and dense_dim {self.dense_dim}: must be at least 1")
         if self.top_k > self.experts:
             raise ValueError(f"top_k {self.top_k}: must be at most the number of experts, {self.experts}")
         if self.heads % self.kv_heads:
@@ -172,7 +174,8 @@ class Layer(nn.Module):
     def choose(self, x):
         """(experts [N, k], gates [N, k] fp32) of tokens x [N, D]: sigmoid scores, chosen on
         score + bias, gates from the unbiased scores."""
-        scores = torch.sigmoid(x.float() @ self.router.T)                        # [N, E]
+        N, short = x.shape[0], -x.shape[0] % 32      # whole 32s: a row's bits must not depend on N
+        scores = torch.sigmoid(F.pad(x.float(), (0, 0, 0, short)) @ self.router.T)[:N]       # [N, E]
         experts = (scores.detach() + self.bias).topk(self.cfg.top_k, -1).indices
         gates = scores.gather(1, experts)
         return experts, gates / gates.sum(-1, keepdim=True) * self.cfg.route_scale
@@ -243,6 +246,11 @@ class GPT(nn.Module):
     def begin_step(self, seed):
         """Set the seed of this step's stochastic rounding."""
         self.seed, self._versions = seed, None
+
+    def weights_changed(self):
+        """Make the operands anew before they are read. Fused AdamW and checkpoint loading write behind
+        autograd's version counter, by which forward() sees other changes."""
+        self._versions = None
 
     def prepare(self):
         """Make the GEMM operands of all weights: once per optimizer step."""

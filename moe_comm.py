@@ -52,6 +52,24 @@ def route(experts, n_experts):
     return Plan(counts.int(), slot, copy, copy // k)
 
 
+def sum_of_copies(rows, slot, gates):
+    """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], summed in fp32; [T, D]."""
+    T, k = gates.shape
+    return (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(rows.dtype)
+
+
+def dot_of_copies(rows, slot, dout, k):
+    """d gates[t, j] = <rows[slot of copy (t, j)], dout[t]> in fp32; [T, k]."""
+    copies = rows.index_select(0, slot).view(dout.shape[0], k, -1)
+    return (copies.float() * dout[:, None].float()).sum(-1)
+
+
+def gated_rows(dout, gates, plan):
+    """The gradient of each row: gate of its copy times dout of its token; [R, D]."""
+    gate = gates.flatten().index_select(0, plan.copy)[:, None]
+    return (gate * dout.index_select(0, plan.token)).to(dout.dtype)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan, wire, back):
@@ -66,29 +84,26 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx, _):
-        dx = dx.index_select(0, ctx.plan.slot)                                   # [T*k, D]
-        dx = quant.backend_for(dx).operand(dx, ctx.back)
-        return dx.view(ctx.tokens, -1, dx.shape[1]).sum(1), None, None, None     # [T, D]
+        dx, slot = quant.backend_for(dx).operand(dx, ctx.back), ctx.plan.slot    # [R, D]
+        ones = torch.ones(ctx.tokens, slot.numel() // ctx.tokens, device=dx.device)
+        return sum_of_copies(dx, slot, ones), None, None, None                   # [T, D]
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gates, plan, wire):
-        T, k = gates.shape
-        y = quant.backend_for(y).operand(y.index_select(0, plan.slot), wire)     # [T*k, D]
+        y = quant.backend_for(y).operand(y, wire)                                # [R, D]
         ctx.save_for_backward(y, gates)
         ctx.plan, ctx.wire = plan, wire
-        return (gates[..., None] * y.view(T, k, -1)).sum(1).to(y.dtype)          # [T, D], gate in fp32
+        return sum_of_copies(y, plan.slot, gates)                                # [T, D]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         y, gates = ctx.saved_tensors
-        T, k = gates.shape
-        dgates = (y.view(T, k, -1) * dout[:, None]).sum(-1, dtype=torch.float32) # [T, k]
-        dy = (gates[..., None] * dout[:, None]).to(y.dtype).view(T * k, -1)      # [T*k, D]
-        dy = quant.backend_for(dy).operand(dy, ctx.wire)
-        return dy.index_select(0, ctx.plan.copy), dgates, None, None             # [R, D]
+        dgates = dot_of_copies(y, ctx.plan.slot, dout, gates.shape[1])           # [T, k]
+        dy = quant.backend_for(dout).operand(gated_rows(dout, gates, ctx.plan), ctx.wire)
+        return dy, dgates, None, None                                            # [R, D]
 
 
 def dispatch(x, plan, wire="bf16", back="bf16"):

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -84,14 +85,14 @@ class Config:
     task: str = opt("sort6", "what RL teaches: sort6, sort4, add2, add3, pick")
     gate: float = opt(0.5, "pass rate at which the mixture ends and RL begins")
     gate_every: int = opt(10, "steps between measurements of that pass rate")
-    rl_steps: int = opt(120, "RL steps")
+    rl_steps: int = opt(200, "RL steps")
     prompts: int = opt(64, "problems in an RL step")
     group: int = opt(8, "answers to each problem")
     rl_micro_batch: int = opt(0, "answers in one forward pass; 0: all")
-    rl_lr: float = opt(1e-3, "peak learning rate of RL; falls linearly to 0")
+    rl_lr: float = opt(1.2e-3, "peak learning rate of RL; falls linearly to 0")
     rl_warmup: int = opt(20, "steps of linear warmup in RL")
     rl_text: float = opt(0.2, "weight of the text loss beside the RL loss")
-    rl_text_rows: int = opt(16, "text rows in an RL step")
+    rl_text_rows: int = opt(8, "text rows in an RL step")
     ratio_max: float = opt(2.0, "truncation of the importance weight")
     # reporting
     log_every: int = opt(10, "steps between log rows")
@@ -123,7 +124,8 @@ PRESETS = {
 # A run that goes on may change these; everything else is what its checkpoint says.
 FREE = {"stage", "out", "resume", "device", "backend", "threads", "steps", "rl_steps", "log_every",
         "eval_every", "rl_eval_every", "eval_rows", "eval_problems", "save_every", "micro_batch",
-        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k", "preset"}
+        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k"}
+FREE_TO_LOOK = FREE | {"seed"}          # ... and --stage eval and sample this
 PRETRAIN, RL, EVAL = 1, 2, 3            # labels that keep the seeds of the stages apart
 
 
@@ -151,8 +153,11 @@ class Run:
         """Append a row to log.jsonl and keep it for the summary."""
         row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items() if v is not None}
         self.rows.append(row)
-        self.log.write(json.dumps(row) + "\n")
-        self.log.flush()
+        try:
+            self.log.write(json.dumps(row) + "\n")
+            self.log.flush()
+        except OSError as error:
+            raise Refused(f"{self.out}/log.jsonl could not be written: {error}") from None
 
     def say(self, text):
         tqdm.write(text, file=sys.stdout)
@@ -164,7 +169,12 @@ def adamw(model, weight_decay):
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     gains = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=gains, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    opt = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    for p in model.parameters():            # from the start, so that every checkpoint holds the same tensors
+        opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
+                            exp_avg_sq=torch.zeros_like(p))
+    opt.register_step_post_hook(lambda *_: model.weights_changed())
+    return opt
 
 
 def update(run, losses, lr):
@@ -184,12 +194,12 @@ def update(run, losses, lr):
     return total, norm
 
 
-def must_be_finite(run, loss):
-    """Stop the run at a loss that is no number, naming the checkpoint to go back to."""
-    if not math.isfinite(loss):
-        at, last = run.at, latest_checkpoint(run.out)
-        raise Refused(f"the loss of {at['stage']} step {at['step']} is {loss}: the run stops; the last "
-                      f"good checkpoint is {last or 'none, the run had not saved yet'}")
+def must_be_finite(run, stats):
+    """Stop the run at a loss or gradient that is no number, naming the checkpoint to go back to."""
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(value := float(stats[name])):
+            raise Refused(f"{name} of {run.at['stage']} step {run.at['step']} is {value}: the run stops; "
+                          f"the last good checkpoint is {latest_checkpoint(run.out)}")
 
 
 def token_losses(model, rows, first_token=0):
@@ -273,16 +283,18 @@ def pretrain(run):
             at["passed"] = pass_rate(run, step, cfg.eval_problems // 2, split="train")
             at["done"] = at["passed"] >= cfg.gate
         at["done"] |= step == cfg.steps
-        if step % cfg.log_every == 0 or at["done"]:
+        report, due = (step % n == 0 or at["done"] for n in (cfg.log_every, cfg.save_every))
+        if report or due or run.stop or run.device.type == "cpu":      # a GPU would have to be waited for
+            must_be_finite(run, stats)
+        if report:
             row = {k: float(v) for k, v in stats.items() if v is not None}
-            must_be_finite(run, row["loss"])
             run.write(stage="pretrain", step=step, phase="mix" if mixed else "text", lr=lr, **row,
                       gate=at["passed"], **clock.lap(step))
             bar.set_postfix_str(f"loss {row['loss']:.3f}")
         if step % cfg.eval_every == 0 or at["done"]:
             evaluate(run, "pretrain", step, final=at["done"])
             clock.skip()
-        if not settle(run, step % cfg.save_every == 0 or at["done"]):
+        if not settle(run, due):
             break
     bar.close()
 
@@ -386,7 +398,7 @@ def reinforce(run):
         at["step"] = step = step + 1
         at["done"] = step == cfg.rl_steps
         bar.update()
-        must_be_finite(run, stats["loss"])
+        must_be_finite(run, stats)
         if stats["k3"] > 1e-3:
             run.say(f"rl step {step}: k3 {stats['k3']:.2g} between rollout and trainer is above 1e-3: "
                     "they no longer compute the same probabilities")
@@ -436,7 +448,7 @@ def evaluate(run, stage, step, final=False):
     cfg, start = run.cfg, time.perf_counter()
     bpb = text_bpb(run, cfg.eval_rows * (4 if final else 1))
     row = dict(val_loss=bpb * math.log(2), bpb=bpb)
-    if cfg.text_share < 1 and (stage == "rl" or final):
+    if stage == "rl" or final and cfg.text_share < 1:
         n = cfg.eval_problems * (2 if final else 1)
         problems = run.task.problems(0, "test", np.arange(n))
         answers, rewards = attempt(run, problems, step)
@@ -496,13 +508,10 @@ class Clock:
 # DIR/checkpoints/STAGE-STEP/: tensors by torch.distributed.checkpoint, run.json for everything else,
 # and a manifest of sha256 sums, because the library loads a flipped bit without a word. The folder is
 # written under another name and renamed when it is whole, so a kill leaves the previous one.
-STAGE_ORDER = ("pretrain", "rl")
-
-
 def checkpoints(out):
     """Whole checkpoints below a run's folder, oldest first."""
-    found = [p for p in (Path(out) / "checkpoints").glob("*-*") if p.suffix != ".tmp"]
-    return sorted(found, key=lambda p: (STAGE_ORDER.index(p.name.split("-")[0]), p.name))
+    found = [p for p in (Path(out) / "checkpoints").glob("*") if re.fullmatch(r"(pretrain|rl)-\d+", p.name)]
+    return sorted(found, key=lambda p: (p.name.startswith("rl"), p.name))
 
 
 def latest_checkpoint(out):
@@ -548,8 +557,11 @@ def save(run):
                 os.fsync(f.fileno())
         shutil.rmtree(path, ignore_errors=True)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:      # the library's own error on a full disk is no Exception
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        error = str(error).strip().splitlines()[-1]
         raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be written "
                       f"({error}); the last good one is {latest_checkpoint(run.out) or 'none'}") from None
     for old in checkpoints(run.out)[:-1]:
@@ -572,18 +584,14 @@ def read_checkpoint(path):
 
 def load_tensors(path, model, opt=None):
     """Fill model (and optimizer) in place from a checkpoint whose sums were checked."""
-    if opt:
-        for p in model.parameters():              # moments to load into
-            opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
-                                exp_avg_sq=torch.zeros_like(p))
     try:
         dcp("load", tensors_of(model, opt), path)
-    except Exception as error:      # noqa: BLE001 the library raises many kinds; all mean the same here
+    except BaseException as error:      # of many kinds, one of them no Exception; all mean the same here
+        if isinstance(error, KeyboardInterrupt):
+            raise
         reason = str(error).strip().splitlines()[-1]
         raise Refused(f"checkpoint {path} is of another model: {reason}") from None
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0)               # the library writes behind autograd's version counter
+    model.weights_changed()
 
 
 def settle(run, due):
@@ -648,17 +656,19 @@ def continued(cfg, given, path):
     state = read_checkpoint(path)
     known = {f.name for f in dataclasses.fields(Config)}
     old = Config(**{k: v for k, v in state["config"].items() if k in known})
-    for name in sorted(given - FREE):
+    free = FREE_TO_LOOK if cfg.stage in ("eval", "sample") else FREE
+    for name in sorted(given - free):
         if getattr(cfg, name) != getattr(old, name):
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
                           f"{getattr(old, name)}; leave the flag out, or start anew in another --out")
-    merged = dataclasses.replace(old, **{n: getattr(cfg, n) for n in given & FREE if n != "preset"},
-                                 stage=cfg.stage, out=cfg.out, resume=cfg.resume)
-    return merged, state
+    changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
+    return dataclasses.replace(old, **changed), state
 
 
 def open_run(cfg, given, device):
     """The run that the flags ask for: a new one, or one that goes on from its checkpoint."""
+    if Path(cfg.out).exists() and not Path(cfg.out).is_dir():
+        raise Refused(f"--out {cfg.out}: is a file, and a run needs a folder")
     path = latest_checkpoint(cfg.out)
     goes_on = cfg.resume or (cfg.stage in ("rl", "eval", "sample") and not cfg.init_from)
     if goes_on and not path:
@@ -689,8 +699,11 @@ def open_run(cfg, given, device):
         if state["corpus"] != run.corpus.sha256 and cfg.stage not in ("eval", "sample"):
             raise Refused(f"the text of {cfg.data or 'the default corpus'} is not the one that the run in "
                           f"{cfg.out} was trained on; its sha256 differs")
-        run.at = state["at"]
-        fresh = run.at["stage"] == "pretrain" and run.at["done"]     # RL starts with new moments
+        run.at = at = state["at"]
+        # More --steps than before reopen a pretraining that ended without reaching the gate.
+        if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain") and at["step"] < cfg.steps:
+            at["done"] = at["passed"] is not None and at["passed"] >= cfg.gate
+        fresh = at["stage"] == "pretrain" and at["done"]             # RL starts with new moments
         run.opt = adamw(run.model, 0.0 if run.at["stage"] == "rl" else cfg.weight_decay)
         load_tensors(path, run.model, None if cfg.stage in ("eval", "sample") or fresh else run.opt)
     elif cfg.init_from:
@@ -771,10 +784,9 @@ def summary(run, stage):
         text += f", pass rate {last['pass_rate']:.3f}" + ("" if reached else
                                                           f": the gate of {run.cfg.gate} was not reached")
     if stage == "rl":
-        tail = [r["pass_rate"] for r in evals if "pass_rate" in r][-3:]
-        kind = sharpening(evals)
+        tail = [r["pass_rate"] for r in evals][-3:]
         text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last "
-                 f"{len(tail)}){kind}")
+                 f"{len(tail)}){sharpening(evals)}")
     curve = [r["reward"] if stage == "rl" else r["loss"] for r in steps]
     run.say(f"{text}\n{'reward' if stage == 'rl' else 'loss'} {curve[0]:.2f} {sparkline(curve)} {curve[-1]:.2f}")
 
@@ -791,8 +803,7 @@ def sharpening(evals):
 def train(run):
     """The stages that change weights, one after the other."""
     cfg, at = run.cfg, run.at
-    if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain") and not (at["done"] and cfg.resume and
-                                                                             at["step"] >= cfg.steps):
+    if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain"):
         run.opt = run.opt or adamw(run.model, cfg.weight_decay)
         pretrain(run)
         if run.stop:
@@ -862,6 +873,8 @@ def main(argv=None):
             return 0
         open_log(run, state)
         on_signal(run)
+        if not state:
+            save(run)           # so that a run killed at its first step can be resumed
         train(run)
         if run.stop:
             run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
@@ -871,6 +884,9 @@ def main(argv=None):
     except Refused as refusal:
         print(f"train.py: {refusal}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("train.py: stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

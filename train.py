@@ -535,6 +535,11 @@ def dcp(verb, tensors, path):
         getattr(library, verb)(tensors, checkpoint_id=str(path), no_dist=True)
 
 
+def reason(error):
+    """The last line of an error's text, which says most; its kind where there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -561,9 +566,8 @@ def save(run):
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             raise
-        error = str(error).strip().splitlines()[-1]
         raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be written "
-                      f"({error}); the last good one is {latest_checkpoint(run.out) or 'none'}") from None
+                      f"({reason(error)}); the last good one is {latest_checkpoint(run.out) or 'none'}") from None
     for old in checkpoints(run.out)[:-1]:
         if old.name.startswith(run.at["stage"]):
             shutil.rmtree(old)
@@ -589,8 +593,7 @@ def load_tensors(path, model, opt=None):
     except BaseException as error:      # of many kinds, one of them no Exception; all mean the same here
         if isinstance(error, KeyboardInterrupt):
             raise
-        reason = str(error).strip().splitlines()[-1]
-        raise Refused(f"checkpoint {path} is of another model: {reason}") from None
+        raise Refused(f"checkpoint {path} is of another model: {reason(error)}") from None
     model.weights_changed()
 
 
@@ -675,7 +678,7 @@ def open_run(cfg, given, device):
         raise Refused(f"{cfg.out} holds no checkpoint: " + (
             "--resume has nothing to go on from" if cfg.resume else f"--stage {cfg.stage} needs a trained "
             "model there, or --init-from"))
-    if not goes_on and (path or (Path(cfg.out) / "log.jsonl").exists()):
+    if not goes_on and path:        # a log alone is a run that was killed before it had begun
         raise Refused(f"{cfg.out} holds another run: use --resume to go on with it, or another --out")
     state = None
     if goes_on:
@@ -733,7 +736,7 @@ def open_log(run, state):
         with open(path, "rb+") as f:
             f.truncate(min(state["log_bytes"], path.stat().st_size))
         run.rows = [json.loads(line) for line in path.read_text().splitlines()]
-    run.log = open(path, "a")
+    run.log = open(path, "a" if state else "w")
     if not state:
         total, active = run.model.parameters_active()
         run.write(config=dataclasses.asdict(run.cfg), device=str(run.device), device_name=device_name(run),

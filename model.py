@@ -94,6 +94,23 @@ def rms_norm(x, weight, eps):
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
+@quant.fused
+def add_norm(x, deltas, weight, eps):
+    """The residual stream x with what layers add to it, and that normalised."""
+    for delta in deltas:
+        x = x + delta
+    return x, rms_norm(x, weight, eps)
+
+
+@quant.fused
+def norm_rope(q, k, q_norm, k_norm, cos, sin, eps):
+    """Queries [B, H, T, C] and keys [B, G, T, C] from [B, T, H * C]: normalised, then turned."""
+    def one(x, weight):
+        x = rms_norm(x.unflatten(-1, (-1, weight.shape[0])), weight, eps)        # [B, T, H, C]
+        return rope(x, cos, sin).transpose(1, 2)
+    return one(q, q_norm), one(k, k_norm)
+
+
 def rope_table(positions, head_dim, theta):
     """cos and sin [T, C] of each position's angles, in the two-halves layout."""
     rate = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
@@ -108,10 +125,22 @@ def rope(x, cos, sin):
     return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
+@quant.fused
 def swiglu(h):
     """silu(gate) * up for h = [gate | up]."""
     gate, up = h.chunk(2, -1)
     return F.silu(gate) * up
+
+
+@quant.fused
+def choose(x, router, bias, top_k, scale):
+    """(experts [N, k], gates [N, k] fp32) of tokens x [N, D]: sigmoid scores, chosen on score + bias,
+    gates from the unbiased scores."""
+    N, short = x.shape[0], -x.shape[0] % 32          # whole 32s: a row's bits must not depend on N
+    scores = torch.sigmoid(F.pad(x.float(), (0, 0, 0, short)) @ router.T)[:N]    # [N, E]
+    experts = (scores.detach() + bias).topk(top_k, -1).indices
+    gates = scores.gather(1, experts)
+    return experts, gates / gates.sum(-1, keepdim=True) * scale
 
 
 # --------------------------------------------------------------------------------------------- layers
@@ -154,36 +183,25 @@ class Layer(nn.Module):
             names |= dict(v1=dense, v2=dense)
         return names
 
-    def attention(self, x, lin, cos, sin, cache):
-        """x [B, T, D] -> [B, T, D]. cache: None, or (keys, values [B, G, length, C], position)."""
+    def attention(self, x, lin, positions, cos, sin, cache):
+        """x [B, T, D] -> [B, T, D]. cache: None, or (keys, values [B, G, length, C])."""
         B, T, _ = x.shape
-        C, eps = self.cfg.head_dim, self.cfg.norm_eps
-        q = rms_norm(lin("wq", x).view(B, T, -1, C), self.q_norm, eps)
-        k = rms_norm(lin("wk", x).view(B, T, -1, C), self.k_norm, eps)
-        v = lin("wv", x).view(B, T, -1, C).transpose(1, 2)                       # [B, G, T, C]
-        q, k = rope(q, cos, sin).transpose(1, 2), rope(k, cos, sin).transpose(1, 2)
+        q, k = norm_rope(lin("wq", x), lin("wk", x), self.q_norm, self.k_norm, cos, sin, self.cfg.norm_eps)
+        v = lin("wv", x).view(B, T, -1, self.cfg.head_dim).transpose(1, 2)       # [B, G, T, C]
+        mask = None
         if cache is not None:
-            keys, values, at = cache
-            keys[:, :, at:at + T], values[:, :, at:at + T] = k, v
-            k, v = keys[:, :, :at + T], values[:, :, :at + T]
-        # A single new position sees the whole cache; a prompt starts at 0 and is causal.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1,
+            # Always the whole cache and a mask: static shapes, so that a GPU can replay the step.
+            (keys, values), at = cache, positions
+            k, v = keys.index_copy_(2, at, k), values.index_copy_(2, at, v)
+            mask = torch.arange(keys.shape[2], device=x.device) <= at[:, None]   # [T, length]
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
                                            enable_gqa=self.cfg.heads != self.cfg.kv_heads)
         return lin("wo", y.transpose(1, 2).reshape(B, T, -1))
-
-    def choose(self, x):
-        """(experts [N, k], gates [N, k] fp32) of tokens x [N, D]: sigmoid scores, chosen on
-        score + bias, gates from the unbiased scores."""
-        N, short = x.shape[0], -x.shape[0] % 32      # whole 32s: a row's bits must not depend on N
-        scores = torch.sigmoid(F.pad(x.float(), (0, 0, 0, short)) @ self.router.T)[:N]       # [N, E]
-        experts = (scores.detach() + self.bias).topk(self.cfg.top_k, -1).indices
-        gates = scores.gather(1, experts)
-        return experts, gates / gates.sum(-1, keepdim=True) * self.cfg.route_scale
 
     def moe(self, x, lin, weights, seed, first_token):
         """x [N, D] -> the gated sum of its k experts [N, D]."""
         g, wire = self.gemms, self.recipe.combine
-        experts, gates = self.choose(x)
+        experts, gates = choose(x, self.router, self.bias, self.cfg.top_k, self.cfg.route_scale)
         plan = moe_comm.route(experts, self.cfg.experts)
         if self.training and torch.is_grad_enabled():
             self.load += plan.counts
@@ -195,7 +213,8 @@ class Layer(nn.Module):
                                  rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
         return moe_comm.combine(y, gates, plan, wire)
 
-    def forward(self, x, weights, cos, sin, cache, seed, first_token):
+    def forward(self, x, deltas, weights, positions, cos, sin, cache, seed, first_token):
+        """Add `deltas` to the residual stream x [B, T, D]; return it and what this layer adds to it."""
         tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
                               device=x.device)
         gemms = self.linears()
@@ -203,12 +222,15 @@ class Layer(nn.Module):
         def lin(name, x):
             return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], rows=tokens,
                                 seed=quant.fold(seed, 32 + list(gemms).index(name)))
-        x = x + self.attention(rms_norm(x, self.attn_norm, self.cfg.norm_eps), lin, cos, sin, cache)
-        h = rms_norm(x, self.ffn_norm, self.cfg.norm_eps).flatten(0, 1)          # [N, D]
-        out = lin("v2", swiglu(lin("v1", h))) if self.has_dense else 0
+        x, h = add_norm(x, deltas, self.attn_norm, self.cfg.norm_eps)
+        x, h = add_norm(x, [self.attention(h, lin, positions, cos, sin, cache)], self.ffn_norm,
+                        self.cfg.norm_eps)
+        deltas, h = [], h.flatten(0, 1)                                          # [N, D]
+        if self.has_dense:
+            deltas.append(lin("v2", swiglu(lin("v1", h))).view_as(x))
         if self.is_moe:
-            out = out + self.moe(h, lin, weights, seed, first_token)
-        return x + out.view_as(x)
+            deltas.append(self.moe(h, lin, weights, seed, first_token).view_as(x))
+        return x, deltas
 
 
 class GPT(nn.Module):
@@ -244,8 +266,15 @@ class GPT(nn.Module):
         return torch.bfloat16 if self.embed.is_cuda else torch.float32
 
     def begin_step(self, seed):
-        """Set the seed of this step's stochastic rounding."""
-        self.seed, self._versions = seed, None
+        """Set the seed of this step's stochastic rounding. On a GPU it is written to where a captured
+        step reads it."""
+        if self.embed.is_cuda:
+            if not torch.is_tensor(self.seed):
+                self.seed = torch.zeros((), dtype=torch.int32, device=self.embed.device)
+            self.seed.fill_(quant.seed_bits(seed))
+        else:
+            self.seed = seed
+        self.weights_changed()
 
     def weights_changed(self):
         """Make the operands anew before they are read. Fused AdamW and checkpoint loading write behind
@@ -270,16 +299,17 @@ class GPT(nn.Module):
         the whole batch; it names the tokens for stochastic rounding."""
         if self._versions != [p._version for p in self.parameters()]:
             self.prepare()
-        at = cache.position if cache else 0
-        positions = torch.arange(at, at + idx.shape[1], device=idx.device)
-        cos, sin = rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        x = _Embed.apply(self.embed, idx, self.dtype)                            # [B, T, D]
-        for i, block in enumerate(self.blocks):
-            kv = (cache.keys[i], cache.values[i], at) if cache else None
-            x = block(x, self.operands[i], cos, sin, kv, quant.fold(self.seed, i), first_token)
+        positions = torch.arange(idx.shape[1], device=idx.device)
         if cache:
+            positions += cache.position
             cache.position += idx.shape[1]
-        x = rms_norm(x, self.norm, self.cfg.norm_eps)
+        cos, sin = rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        x, deltas = _Embed.apply(self.embed, idx, self.dtype), []                # [B, T, D]
+        for i, block in enumerate(self.blocks):
+            kv = (cache.keys[i], cache.values[i]) if cache else None
+            x, deltas = block(x, deltas, self.operands[i], positions, cos, sin, kv,
+                              quant.fold(self.seed, i), first_token)
+        _, x = add_norm(x, deltas, self.norm, self.cfg.norm_eps)
         return quant.linear(x, self.head, quant.IN_BF16, weight=self.head_operand).float()
 
     @torch.no_grad()
@@ -305,15 +335,14 @@ class GPT(nn.Module):
         distribution drawn from. Past seq_len the window slides by half.
         """
         ids = torch.arange(prompt.shape[0]) if ids is None else ids
-        ids, text = ids.int().to(prompt.device)[:, None], prompt
-        cache, feed = None, None
+        ids, text, length = ids.int().to(prompt.device)[:, None], prompt, self.cfg.seq_len
+        cache = None
         for n in range(new):
-            if cache is None or cache.position == self.cfg.seq_len:
-                keep = self.cfg.seq_len if cache is None else -(-self.cfg.seq_len // 2)
-                feed = text[:, -keep:]
-                cache = Cache(self, prompt.shape[0], min(self.cfg.seq_len, feed.shape[1] + new - n))
-            logits = self(feed, cache)[:, -1]                                    # [B, V]
-            token, logp = sample(logits, temperature, top_k, seed, ids, n)
+            if cache is None or cache.filled == length:
+                feed = text[:, -(length if cache is None else -(-length // 2)):]
+                cache = Cache(self, len(prompt), min(length, feed.shape[1] + new - n))
+            cache.filled += feed.shape[1]
+            token, logp = sample(self(feed, cache)[:, -1], temperature, top_k, seed, ids, n)
             text, feed = torch.cat([text, token[:, None]], 1), token[:, None]
             yield token, logp
 
@@ -352,15 +381,14 @@ class GPT(nn.Module):
 
 
 class Cache:
-    """Keys and values [B, G, length, C] of each layer, and how many positions are filled."""
+    """Keys and values [B, G, length, C] of each layer; how many positions are filled, here and there."""
 
     def __init__(self, model, batch, length):
-        cfg = model.cfg
+        cfg, device = model.cfg, model.embed.device
         shape = (batch, cfg.kv_heads, length, cfg.head_dim)
-
-        def empty():
-            return [torch.empty(shape, dtype=model.dtype, device=model.embed.device) for _ in model.blocks]
-        self.keys, self.values, self.position = empty(), empty(), 0
+        self.keys = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in model.blocks]
+        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.position, self.filled = torch.zeros((), dtype=torch.int64, device=device), 0
 
 
 def sample(logits, temperature, top_k, seed, ids, position):

@@ -52,22 +52,25 @@ def route(experts, n_experts):
     return Plan(counts.int(), slot, copy, copy // k)
 
 
+@quant.fused
 def sum_of_copies(rows, slot, gates):
     """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], summed in fp32; [T, D]."""
     T, k = gates.shape
     return (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(rows.dtype)
 
 
+@quant.fused
 def dot_of_copies(rows, slot, dout, k):
     """d gates[t, j] = <rows[slot of copy (t, j)], dout[t]> in fp32; [T, k]."""
     copies = rows.index_select(0, slot).view(dout.shape[0], k, -1)
     return (copies.float() * dout[:, None].float()).sum(-1)
 
 
-def gated_rows(dout, gates, plan):
+@quant.fused
+def gated_rows(dout, gates, copy):
     """The gradient of each row: gate of its copy times dout of its token; [R, D]."""
-    gate = gates.flatten().index_select(0, plan.copy)[:, None]
-    return (gate * dout.index_select(0, plan.token)).to(dout.dtype)
+    token = copy // gates.shape[1]
+    return (gates.flatten()[copy][:, None] * dout.index_select(0, token)).to(dout.dtype)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -102,7 +105,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, dout):
         y, gates = ctx.saved_tensors
         dgates = dot_of_copies(y, ctx.plan.slot, dout, gates.shape[1])           # [T, k]
-        dy = quant.backend_for(dout).operand(gated_rows(dout, gates, ctx.plan), ctx.wire)
+        dy = quant.backend_for(dout).operand(gated_rows(dout, gates, ctx.plan.copy), ctx.wire)
         return dy, dgates, None, None                                            # [R, D]
 
 

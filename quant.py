@@ -42,6 +42,7 @@ Sources: OCP Microscaling v1.0 (MX); NVIDIA, "Pretraining LLMs with NVFP4" (2025
 recipe of TorchAO; Thinking Machines' Inkling 2 Small for a 4-bit forward with an 8-bit backward.
 `python quant.py` prints the formats and rounds one block by hand.
 """
+import functools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -134,12 +135,21 @@ def mix(h):
 
 
 def fold(seed, *labels):
-    """A new seed from a seed and integer labels (step, layer, operand ...). A seed is an integer, or an
-    int32 scalar tensor where a captured CUDA graph has to draw anew at each replay."""
-    seed = _wrap(seed)
+    """A new seed from a seed and integer labels (step, layer, operand ...): a pair (base, stream).
+
+    seed: an integer, such a pair, or an int32 scalar tensor on the device, which a captured CUDA graph
+    reads again at each replay; labels only touch the integer beside it, so they cost no launch.
+    """
+    base, stream = seed if isinstance(seed, tuple) else (seed, 0)
     for label in labels:
-        seed = mix(_wrap(mix(seed) + label))
-    return seed
+        stream = mix(_wrap(mix(stream) + label))
+    return (base if torch.is_tensor(base) else _wrap(base)), stream
+
+
+def seed_bits(seed):
+    """The 32 bits of a seed: an integer, or an int32 scalar tensor where the base is one."""
+    base, stream = fold(seed)
+    return _wrap(mix(base) + stream)
 
 
 def random_bits(seed, rows, cols):
@@ -149,7 +159,7 @@ def random_bits(seed, rows, cols):
     rows, cols: int32 tensors that broadcast together. Each is mixed by itself before they meet: with
     row * A + seed * B some pairs of seeds give one stream, shifted.
     """
-    h = mix(mix(rows) + mix(fold(seed))) + mix(cols ^ 0x5BD1E995)
+    h = mix(mix(rows) + mix(seed_bits(seed))) + mix(cols ^ 0x5BD1E995)
     for shift, factor in MIX:
         h ^= h >> shift & 0xFFFFFFFF >> shift
         h *= factor
@@ -556,6 +566,19 @@ def gemm_wgrad(dy, x, counts=None):
 
 REFERENCE = SimpleNamespace(quantize=quantize, operand=operand, operand_pair=operand_pair, gemm=gemm,
                             gemm_wgrad=gemm_wgrad)
+
+
+def fused(f):
+    """f compiled to few kernels where its first tensor is on a GPU; on a CPU, f as it is written."""
+    @functools.wraps(f)
+    def call(first, *rest):
+        return (_compiled(f) if first.is_cuda else f)(first, *rest)
+    return call
+
+
+@functools.cache
+def _compiled(f):
+    return torch.compile(f)
 
 
 def backend_for(x):

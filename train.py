@@ -142,6 +142,7 @@ class Run:
         self.corpus, self.task = load_corpus(cfg.data or None), find_task(cfg.task)
         self.model = GPT(cfg.model(), cfg.precision, cfg.seed).to(device)
         self.opt = None
+        self.pretrain_update = Captured(pretrain_update) if device.type == "cuda" else pretrain_update
         self.at = dict(stage="pretrain", step=0, done=False, mix=None, passed=None)
         self.rows, self.stop, self.log = [], False, None
 
@@ -169,7 +170,9 @@ def adamw(model, weight_decay):
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     gains = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=gains, weight_decay=0.0)]
-    opt = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    device = matrices[0].device
+    lr = torch.zeros((), device=device)         # a tensor, which a captured step reads anew
+    opt = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True, capturable=device.type == "cuda")
     for p in model.parameters():            # from the start, so that every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
@@ -177,7 +180,12 @@ def adamw(model, weight_decay):
     return opt
 
 
-def update(run, losses, lr):
+def set_lr(run, lr):
+    for group in run.opt.param_groups:
+        group["lr"].fill_(lr)
+
+
+def update(run, losses):
     """One optimizer step: backward through each micro-batch's share of the loss, clip, AdamW.
 
     losses: yields scalars that add up to the step's loss. Returns (loss, gradient norm).
@@ -187,8 +195,6 @@ def update(run, losses, lr):
         loss.backward()
         total = total + loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.cfg.clip)
-    for group in run.opt.param_groups:
-        group["lr"] = lr
     run.opt.step()
     run.opt.zero_grad(set_to_none=True)
     return total, norm
@@ -231,7 +237,7 @@ def pretrain_lr(cfg, step, text_steps):
 
 
 def pretrain_rows(run, step, mixed):
-    """(bytes [batch, seq_len + 1], which of them count [batch, seq_len], which rows are text).
+    """(bytes [batch, seq_len + 1], which of them count [batch, seq_len], which rows are text [batch, 1]).
 
     In the mixture every second row holds task lines, of which only the answers count.
     """
@@ -243,28 +249,64 @@ def pretrain_rows(run, step, mixed):
     if mixed:
         rows = rows.copy()
         rows[is_task], mask[is_task] = task_rows(run.task, cfg.seed, step, ids[is_task], length)
-    return to_device(run, rows), to_device(run, mask[:, 1:]).float(), ~is_task
+    return [to_device(run, t) for t in (rows, mask[:, 1:], ~is_task[:, None])]
+
+
+def pretrain_losses(run, rows, mask, is_text, sums):
+    """Yield each micro-batch's share of the mean loss over the bytes that count; add to sums [2] the
+    losses of text and of task."""
+    cfg, total = run.cfg, mask.sum()
+    for s in pieces(cfg.batch, cfg.micro_batch):
+        nll = token_losses(run.model, rows[s], s.start * cfg.seq_len) * mask[s]
+        text = (nll.detach() * is_text[s]).sum()
+        sums += torch.stack([text, nll.detach().sum() - text])
+        yield nll.sum() / total
+
+
+def pretrain_update(run, rows, mask, is_text):
+    """One step on these rows: what the log says of it, on the device. Static shapes and no wait for
+    the device anywhere, so that a GPU can capture it."""
+    sums = torch.zeros(2, device=rows.device)
+    loss, norm = update(run, pretrain_losses(run, rows, mask, is_text, sums))
+    load = run.model.balance(run.cfg.balance_rate)
+    text = (mask * is_text).sum()
+    return dict(loss=loss, text_loss=sums[0] / text, task_loss=sums[1] / (mask.sum() - text),
+                grad_norm=norm, load=load)
 
 
 def pretrain_step(run, step, mixed, lr):
-    """One step on text, or on text and task; returns what the log says of it."""
-    cfg = run.cfg
+    """One step on text, or on text and task."""
     run.begin(PRETRAIN, step)
-    rows, mask, is_text = pretrain_rows(run, step, mixed)
-    total, parts = mask.sum(), dict(text=0.0, task=0.0)
+    set_lr(run, lr)
+    stats = run.pretrain_update(run, *pretrain_rows(run, step, mixed))
+    run.model.weights_changed()
+    return stats if mixed else stats | dict(task_loss=None)
 
-    def losses():
-        for s in pieces(cfg.batch, cfg.micro_batch):
-            nll = token_losses(run.model, rows[s], s.start * cfg.seq_len) * mask[s]
-            text = torch.from_numpy(is_text[s]).to(nll.device)
-            parts["text"] += nll.detach()[text].sum()
-            parts["task"] += nll.detach()[~text].sum()
-            yield nll.sum() / total
-    loss, norm = update(run, losses(), lr)
-    load = run.model.balance(cfg.balance_rate)
-    task_tokens = mask.sum() - int(is_text.sum()) * cfg.seq_len
-    return dict(loss=loss, text_loss=parts["text"] / (int(is_text.sum()) * cfg.seq_len),
-                task_loss=parts["task"] / task_tokens if mixed else None, grad_norm=norm, load=load)
+
+class Captured:
+    """A function of (run, tensors) replayed as one CUDA graph, without a launch for each kernel. The
+    first calls run as they are, which compiles and warms up; their shapes must not change."""
+
+    def __init__(self, function, warmup=3):
+        self.function, self.warmup, self.graph = function, warmup, None
+
+    def __call__(self, run, *tensors):
+        if self.warmup:
+            self.warmup -= 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = self.function(run, *tensors)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        if not self.graph:
+            self.inputs, self.graph = [t.clone() for t in tensors], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(run, *self.inputs)
+        for mine, given in zip(self.inputs, tensors):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.result
 
 
 def pretrain(run):
@@ -369,7 +411,8 @@ def rl_step(run, step, lr):
             seen = [policy_terms(run.model, prompts, answers)]
         loss = norm = torch.zeros(())
     else:
-        loss, norm = update(run, rl_losses(run, step, batch, advantage, seen), lr)
+        set_lr(run, lr)
+        loss, norm = update(run, rl_losses(run, step, batch, advantage, seen))
     logp, entropy = (torch.cat(t) for t in zip(*seen))
     groups = rewards.view(-1, cfg.group).mean(1)
     stats = dict(loss=loss, reward=rewards.mean(), reward_std=rewards.std(),

@@ -1,7 +1,8 @@
-"""What a step costs on this CPU: the mixture against a dense model, and each precision against bf16.
+"""What a step costs.
 
-`python data/bench.py` runs the steps of `python train.py` (preset tiny) in turn, interleaved, so that
-a noisy machine disturbs all alike, and prints medians and ratios with their quartiles.
+On a CPU, `python data/bench.py` runs the steps of `python train.py` (preset tiny) in turn, interleaved, so
+that a noisy machine disturbs all alike: the mixture against a dense model of equal active FLOPs, and each
+precision against bf16. On a GPU it trains models A and B on random bytes, and generates.
 """
 import argparse
 import statistics
@@ -63,11 +64,79 @@ def measure(threads, repeats):
         print(f"{name} over bf16, whole run {ratio(whole[name], whole['bf16'])}")
 
 
+# ------------------------------------------------------------------------------------------------ GPU
+MODELS = {
+    "A": dict(dim=768, layers=12, heads=12, kv_heads=3, experts=32, top_k=4, expert_dim=512, shared=1,
+              seq_len=1024, batch=32),
+    "B": dict(dim=2048, layers=8, heads=16, kv_heads=4, experts=64, top_k=6, expert_dim=1408, shared=2,
+              seq_len=2048, batch=16),
+}
+
+
+class OnDevice(train.GPT):
+    """A GPT whose weights are drawn on the GPU: drawing billions of them on a CPU takes minutes."""
+
+    def init_weights(self, seed):
+        for p in self.parameters():
+            if p.dim() > 1:
+                torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+
+def random_run(model, precision, device):
+    """A run of model A or B that needs no corpus."""
+    cfg = train.Config(precision=precision, text_share=1.0, lr=1e-4, **MODELS[model])
+    run = train.Run.__new__(train.Run)
+    with torch.device(device):
+        run.model = OnDevice(cfg.model(), precision)
+    run.cfg, run.device, run.at = cfg, device, dict(step=0)
+    run.opt = train.adamw(run.model, cfg.weight_decay)
+    run.pretrain_update = train.Captured(train.pretrain_update)
+    return run
+
+
+def gpu_step(run, i, rows, ones):
+    """Milliseconds of one optimizer step."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run.begin(train.PRETRAIN, i)
+    train.set_lr(run, 1e-4)
+    run.pretrain_update(run, rows, ones[:, 1:], ones[:, :1])
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure_gpu(model, precision, repeats):
+    device = torch.device("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    run = random_run(model, precision, device)
+    cfg = run.cfg
+    rows = torch.randint(0, 256, (cfg.batch, cfg.seq_len + 1), device=device)
+    ones = torch.ones_like(rows)
+    times = [gpu_step(run, i, rows, ones) for i in range(repeats + 5)][5:]
+    q = statistics.quantiles(times, n=4)
+    speed = cfg.batch * cfg.seq_len / q[1] * 1e3
+    total, active = run.model.parameters_active()
+    print(f"{model} {precision:6s} {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active: {q[1]:.1f} ms a step "
+          f"({q[0]:.1f} to {q[2]:.1f}, n={repeats}), {speed / 1e3:.0f}k tokens/s, "
+          f"{speed * run.model.flops_per_token() / 989e12:.1%} of 989 TFLOP/s, peak memory "
+          f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB", flush=True)
+    return run
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--models", nargs="*", default=["A", "B"], choices=MODELS)
+    parser.add_argument("--precisions", nargs="*", default=["bf16", "mxfp8", "nvfp4"])
     args = parser.parse_args()
+    if torch.cuda.is_available():
+        for model in args.models:
+            for precision in args.precisions:
+                measure_gpu(model, precision, args.repeats)
+                torch.cuda.empty_cache()
+        return
     train.keep_freed_memory()
     for threads in args.threads:
         measure(threads, args.repeats)

@@ -142,7 +142,7 @@ def fold(seed, *labels):
     """
     base, stream = seed if isinstance(seed, tuple) else (seed, 0)
     for label in labels:
-        stream = mix(_wrap(mix(stream) + label))
+        stream = mix(_wrap(mix(stream) + label + 0x9E3779B9))        # mix keeps 0: no label is one
     return (base if torch.is_tensor(base) else _wrap(base)), stream
 
 
@@ -224,7 +224,7 @@ def _row_outer(amax, fmt):
 def weight_outer(w, fmt):
     """One outer scale for each matrix of w [..., N, K] (gate and up of an expert are one matrix),
     shaped to broadcast over rows: [..., 1]."""
-    amax = w.abs().nan_to_num(0.0, 0.0).amax((-2, -1))
+    amax = w.float().abs().nan_to_num(0.0, 0.0).amax((-2, -1))
     return _row_outer(amax, FORMATS[fmt])[..., None]
 
 

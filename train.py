@@ -143,7 +143,7 @@ class Run:
         self.model = GPT(cfg.model(), cfg.precision, cfg.seed).to(device)
         self.opt = None
         self.pretrain_update = Captured(pretrain_update) if device.type == "cuda" else pretrain_update
-        self.at = dict(stage="pretrain", step=0, done=False, mix=None, passed=None)
+        self.at = dict(stage="pretrain", step=0, done=False, passed=None)
         self.rows, self.stop, self.log = [], False, None
 
     def begin(self, stage, step):
@@ -732,6 +732,7 @@ def open_run(cfg, given, device):
     torch.set_num_threads(cfg.threads)
     keep_freed_memory()
     try:
+        choose_backend(cfg.backend, device)
         run = Run(cfg, device)
         length = cfg.seq_len + 1
         for split in ("train", "val"):
@@ -790,6 +791,13 @@ def open_log(run, state):
 
 def device_name(run):
     return torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.machine()
+
+
+def choose_backend(name, device):
+    """Raises ValueError with the reason where the backend asked for cannot run on this device."""
+    if device.type == "cuda" or name not in ("auto", "reference"):      # Triton may not be installed
+        import kernels
+        kernels.use(name, device)
 
 
 def backend_sentence(device):

@@ -40,15 +40,16 @@ def route(experts, n_experts):
     """The plan for expert choices [T, k]: copies sorted by expert, in token order within one."""
     T, k = experts.shape
     flat = experts.flatten()                                                     # [T*k]
-    counts = torch.zeros(n_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))                          # integers: exact
+    device = flat.device
+    sorted_, order = flat.to(torch.int16).sort(stable=True)                      # copy at each rank
+    ends = torch.searchsorted(sorted_, torch.arange(n_experts, device=device).to(torch.int16), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
     padded = (counts + ALIGN - 1) // ALIGN * ALIGN
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)            # start - sorted rank
-    order = flat.argsort(stable=True)                                            # copy at each rank
-    row = torch.arange(T * k, device=flat.device) + shift[flat[order]]
+    shift = (padded.cumsum(0) - padded) - (ends - counts)                        # start - first rank
+    row = torch.arange(T * k, device=device) + shift[sorted_.long()]
     R = -(-(T * k + n_experts * (ALIGN - 1)) // ALIGN) * ALIGN
     slot = torch.empty_like(flat).scatter_(0, order, row)
-    copy = torch.zeros(R, dtype=torch.int64, device=flat.device).scatter_(0, row, order)
+    copy = torch.zeros(R, dtype=torch.int64, device=device).scatter_(0, row, order)
     return Plan(counts.int(), slot, copy, copy // k)
 
 

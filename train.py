@@ -382,8 +382,9 @@ def rl_losses(run, step, batch, advantage, seen):
         seen.append((logp.detach(), entropy))
         yield -(w * advantage[s, None] * logp * mask[s]).sum() / total
     if cfg.rl_text:
-        rows = to_device(run, run.corpus.batch(cfg.seed + 1, "train", step, np.arange(cfg.rl_text_rows),
-                                               cfg.seq_len + 1))
+        rows = run.corpus.batch(cfg.seed, "train", cfg.steps + step, np.arange(cfg.rl_text_rows),
+                                cfg.seq_len + 1)
+        rows = to_device(run, rows)
         yield cfg.rl_text * token_losses(run.model, rows, len(prompts) * length).mean()
 
 

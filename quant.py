@@ -704,3 +704,57 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
     g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
     y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows)
     return y[:y.shape[0] - short].view(*shape[:-1], w.shape[0])
+
+
+# --------------------------------------------------------------------------------------- the lesson
+def lesson_formats():
+    """The 4-bit numbers; each format's bits a number, outer scale aside, and error on N(0, 1)."""
+    print("E2M1 code" + "".join(f"{code:>6}" for code in range(8)) + "   8 to 15: the negatives")
+    print("    value" + "".join(f"{v:>6g}" for v in E2M1))
+    print(f"\n{'format':<13}{'block':>5}{'bits a number':>15}   error: nearest   stochastic")
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    for name, f in FORMATS.items():
+        outer = weight_outer(x, name) if f.tile > 1 else None
+        q = quantize(x, name, outer=outer)
+        bits = 8 * (q.codes.nbytes + q.scales.nbytes) / x.numel()
+        nearest, stochastic = ((cast(x, name, outer=outer, rounding=r) - x).norm() / x.norm()
+                               for r in ("nearest", "stochastic"))
+        print(f"{name:<13}{f.block:>5}{bits:>15}{nearest:>17.2%}{stochastic:>13.2%}")
+
+
+def lesson_block():
+    """One block of 16 rounded to nearest, step by step; then its third number, stochastically."""
+    x = torch.tensor([-54, 27, 20.25, 13, 9, 4.5, 2, 1, 0, -1, -3, -7, -12, -18, -30, 40])
+    q, largest = quantize(x, "nvfp4"), x.abs().max().item()
+    s, outer = q.scales.item(), q.outer.item()
+    scale, decoded = s * outer, q.dequantize()
+    codes = [c for byte in q.codes.tolist() for c in (byte & 15, byte >> 4)]
+    print(f"\nA block whose largest is {largest:g}: E4M3 scale {s:g} x outer scale {outer:g} = "
+          f"{scale:g} = {largest:g} / {E2M1[-1]:g}")
+    row = "{:>9}{:>9}{:>9}{:>9}{:>9}".format
+    print(2 * row("x", f"x / {scale:g}", "element", "code", "decoded"))
+    rows = [row(f"{v:g}", f"{v / scale:.3f}", f"{d / scale:g}", f"{c:x}", f"{d:g}")
+            for v, c, d in zip(x, codes, decoded)]
+    print("\n".join(left + right for left, right in zip(rows[:8], rows[8:])))
+    draws = [cast(x, "nvfp4", rounding="stochastic", seed=i)[2] / scale for i in range(16)]
+    mean = cast(x.repeat(10_000, 1), "nvfp4", rounding="stochastic")[:, 2].mean() / scale
+    print(f"\n{x[2] / scale:g} to nearest: {decoded[2] / scale:g}; stochastically: "
+          f"{' '.join(f'{v:g}' for v in draws)} ..., mean of 10,000: {mean:.3f}")
+
+
+def lesson_recipes():
+    """What the GEMMs of each recipe read."""
+    row = "{:<20}{:<21}{:<18}{:<25}{:<7}{}".format
+    print()
+    print(row("experts", "forward: X, W", "backward: dY", "X and W again, of", "dense", "sent"))
+    print(row("  blocks along", "K", "N and T", "T (X), N (W)", "layers", "back"))
+    for name, r in RECIPES.items():
+        g = r.experts
+        print(row(name, f"{g.x}, {g.w}", f"{g.dy} {g.dy_rounding}",
+                  f"{g.back} {g.rounding}, {g.source}", r.dense.x, r.combine))
+
+
+if __name__ == "__main__":
+    lesson_formats()
+    lesson_block()
+    lesson_recipes()

@@ -247,6 +247,7 @@ class GPT(nn.Module):
         self.head = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
         self.seed = seed                        # of this step's stochastic rounding
         self._versions = self.operands = None
+        self.decoders = {}
         self.init_weights(seed)
 
     def init_weights(self, seed):
@@ -281,23 +282,28 @@ class GPT(nn.Module):
         autograd's version counter, by which forward() sees other changes."""
         self._versions = None
 
+    def stale(self):
+        return self._versions != [p._version for p in self.parameters()]
+
     def prepare(self):
-        """Make the GEMM operands of all weights: once per optimizer step."""
-        self.operands = []
-        for i, block in enumerate(self.blocks):
-            prepared = {}
-            for j, (name, g) in enumerate(block.linears().items()):
-                w = getattr(block, name)
-                prepared[name] = quant.prepare(w if w.dim() == 3 else w[None], g, dtype=self.dtype,
-                                               seed=quant.fold(self.seed, i, 16 + j))
-            self.operands.append(prepared)
-        self.head_operand = quant.prepare(self.head[None], quant.IN_BF16, dtype=self.dtype)
-        self._versions = [p._version for p in self.parameters()]
+        """Make the GEMM operands of all weights: once per optimizer step. On a GPU their storage stays,
+        because captured graphs read it."""
+        old = self.operands if self.embed.is_cuda else None
+
+        def one(i, j, name, w, g):
+            w = w if w.dim() == 3 else w[None]
+            return quant.prepare(w, g, quant.fold(self.seed, i, 16 + j), self.dtype,
+                                 into=old[i][name] if old else None)
+        operands = [{name: one(i, j, name, getattr(block, name), g)
+                     for j, (name, g) in enumerate(block.linears().items())}
+                    for i, block in enumerate(self.blocks)]
+        operands.append({"head": one(len(self.blocks), 0, "head", self.head, quant.IN_BF16)})
+        self.operands, self._versions = operands, [p._version for p in self.parameters()]
 
     def forward(self, idx, cache=None, first_token=0):
         """Logits [B, T, V] (fp32) of bytes idx [B, T]. first_token: this micro-batch's first token in
         the whole batch; it names the tokens for stochastic rounding."""
-        if self._versions != [p._version for p in self.parameters()]:
+        if self.stale():
             self.prepare()
         positions = torch.arange(idx.shape[1], device=idx.device)
         if cache:
@@ -310,7 +316,7 @@ class GPT(nn.Module):
             x, deltas = block(x, deltas, self.operands[i], positions, cos, sin, kv,
                               quant.fold(self.seed, i), first_token)
         _, x = add_norm(x, deltas, self.norm, self.cfg.norm_eps)
-        return quant.linear(x, self.head, quant.IN_BF16, weight=self.head_operand).float()
+        return quant.linear(x, self.head, quant.IN_BF16, weight=self.operands[-1]["head"]).float()
 
     @torch.no_grad()
     def balance(self, rate):
@@ -334,17 +340,26 @@ class GPT(nn.Module):
         depends on (seed, id, position) alone, not on the batch. The log-probability is that of the
         distribution drawn from. Past seq_len the window slides by half.
         """
-        ids = torch.arange(prompt.shape[0]) if ids is None else ids
-        ids, text, length = ids.int().to(prompt.device)[:, None], prompt, self.cfg.seq_len
-        cache = None
+        ids = torch.arange(len(prompt)) if ids is None else ids
+        text, limit, decoder = prompt, self.cfg.seq_len, None
         for n in range(new):
-            if cache is None or cache.filled == length:
-                feed = text[:, -(length if cache is None else -(-length // 2)):]
-                cache = Cache(self, len(prompt), min(length, feed.shape[1] + new - n))
-            cache.filled += feed.shape[1]
-            token, logp = sample(self(feed, cache)[:, -1], temperature, top_k, seed, ids, n)
-            text, feed = torch.cat([text, token[:, None]], 1), token[:, None]
+            if decoder is None or decoder.filled == limit:
+                window = text[:, -(limit if decoder is None else -(-limit // 2)):]
+                decoder = self.decoder(len(prompt), min(limit, window.shape[1] + new - n), temperature, top_k)
+                token, logp = decoder.start(window, ids, seed, n)
+            else:
+                token, logp = decoder.step()
+            text = torch.cat([text, token[:, None]], 1)
             yield token, logp
+
+    def decoder(self, *key):
+        """A Decoder for (batch, length, temperature, top_k). A GPU keeps one of each: its captured step
+        is worth more than its memory."""
+        if not self.embed.is_cuda:
+            return Decoder(self, *key)
+        if key not in self.decoders:
+            self.decoders[key] = Decoder(self, *key)
+        return self.decoders[key]
 
     def generate(self, prompt, new, *, stop=None, **kw):
         """(bytes [B, n], log-probabilities [B, n], mask [B, n]) after prompt [B, P], n <= new.
@@ -381,18 +396,57 @@ class GPT(nn.Module):
 
 
 class Cache:
-    """Keys and values [B, G, length, C] of each layer; how many positions are filled, here and there."""
+    """Keys and values [B, G, length, C] of each layer, and how many positions are filled (a tensor)."""
 
     def __init__(self, model, batch, length):
         cfg, device = model.cfg, model.embed.device
         shape = (batch, cfg.kv_heads, length, cfg.head_dim)
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in model.blocks]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        self.position, self.filled = torch.zeros((), dtype=torch.int64, device=device), 0
+        self.position = torch.zeros((), dtype=torch.int64, device=device)
 
 
-def sample(logits, temperature, top_k, seed, ids, position):
-    """Draw a byte from logits [B, V]: (byte [B], its log-probability [B])."""
+class Decoder:
+    """Generation of one batch: everything that changes from byte to byte lies on the device, so that a
+    GPU can replay the step as one captured graph."""
+
+    def __init__(self, model, batch, length, temperature, top_k):
+        self.model, self.temperature, self.top_k = model, temperature, top_k
+        self.cache, device = Cache(model, batch, length), model.embed.device
+        self.feed = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.ids, self.column = self.feed.int(), torch.zeros(1, dtype=torch.int32, device=device)
+        self.seed = torch.zeros((), dtype=torch.int32, device=device)
+        self.replay = quant.Captured(self.advance) if model.embed.is_cuda else None
+
+    def start(self, prompt, ids, seed, column):
+        """Read prompts [B, P] and draw the first byte, which is number `column` of its sequence."""
+        self.cache.position.zero_()
+        self.ids.copy_(ids[:, None])
+        self.column.fill_(column)
+        self.seed.fill_(quant.seed_bits(seed))
+        self.filled = prompt.shape[1]
+        return self.advance(prompt)
+
+    def advance(self, feed):
+        """Feed bytes [B, T]: (next byte [B], its log-probability [B])."""
+        logits = self.model(feed, self.cache)[:, -1]
+        token, logp = sample(logits, self.temperature, self.top_k, self.seed, self.ids, self.column)
+        self.feed.copy_(token[:, None])
+        self.column += 1
+        return token, logp
+
+    def step(self):
+        self.filled += 1
+        if self.replay is None:
+            return self.advance(self.feed)
+        if self.model.stale():              # operands are made outside of the graph
+            self.model.prepare()
+        return tuple(t.clone() for t in self.replay(self.feed))
+
+
+def sample(logits, temperature, top_k, seed, ids, column):
+    """Draw a byte from logits [B, V]: (byte [B], its log-probability [B]). ids [B, 1] and column [1]
+    name the draw."""
     if temperature == 0:
         logp, token = F.log_softmax(logits, -1).max(-1)
         return token, logp
@@ -401,7 +455,6 @@ def sample(logits, temperature, top_k, seed, ids, position):
         logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], -torch.inf)
     logp = F.log_softmax(logits, -1)
     total = logp.exp().cumsum(-1)                                                # [B, V]
-    column = torch.tensor([position], dtype=torch.int32, device=logits.device)
     u = quant.uniform(seed, ids, column) * total[:, -1:]                         # [B, 1]
     token = (total <= u).sum(-1).clamp_(max=logits.shape[-1] - 1)
     return token, logp.gather(1, token[:, None])[:, 0]

@@ -581,6 +581,32 @@ def _compiled(f):
     return torch.compile(f)
 
 
+class Captured:
+    """A function of tensors, replayed on a GPU as one CUDA graph, without a launch for each kernel. The
+    first calls run as they are, which compiles and warms up; shapes must not change."""
+
+    def __init__(self, function, warmup=3):
+        self.function, self.warmup, self.graph = function, warmup, None
+
+    def __call__(self, *tensors):
+        if self.warmup:
+            self.warmup -= 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = self.function(*tensors)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        if not self.graph:
+            self.inputs, self.graph = [t.clone() for t in tensors], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(*self.inputs)
+        for mine, given in zip(self.inputs, tensors):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.result
+
+
 def backend_for(x):
     """The five functions that serve x's device."""
     if x.device.type != "cuda":
@@ -597,28 +623,47 @@ class Weight:
     backward: object         # W [E, N, K], blocks along N
     packed: Quantized | None = None
 
+    def rewrite(self, new):
+        """Take over the numbers of `new`, but keep the storage."""
+        for mine, given in zip(_storage(self.forward, self.backward), _storage(new.forward, new.backward)):
+            mine.copy_(given)
+        self.packed = new.packed
+        return self
 
-def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, backward=True):
+
+def _storage(*operands):
+    """All tensors of operands, which are tensors or, for native GEMMs, dataclasses of them."""
+    found = [[o] if torch.is_tensor(o) else list(vars(o).values()) for o in operands]
+    return [t for ts in found for t in ts if torch.is_tensor(t)]
+
+
+def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, into=None):
     """The GEMM operands of a weight w [E, N, K] (fp32).
 
     seed: for the stochastic second copy; rows: logical indices [E, N] of its rows (a shard of the
-    experts passes global ones). backward=False leaves out the second copy, for inference.
+    experts passes global ones). into: an earlier Weight whose storage is written again, where a
+    captured graph reads it.
     """
     with torch.no_grad():
         b, w = backend_for(w), w.detach()
         if gemms.w == "bf16":
+            if into is not None and dtype != w.dtype:
+                into.forward.copy_(w)
+                return into
             w = w.to(dtype)
             return Weight(w, w)
         outer = weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
         again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
+        packed = None
         if gemms.source == "copy":
             packed = b.quantize(w, gemms.w, outer=outer)
             forward = b.operand(packed, gemms.w, dtype=dtype)
-            second = b.operand(packed, gemms.back, dtype=dtype, **again) if backward else None
-            return Weight(forward, second, packed)
-        second_outer = outer if is_fp4(gemms.back) else None
-        second = b.operand(w, gemms.back, outer=second_outer, **again) if backward else None
-        return Weight(b.operand(w, gemms.w, outer=outer), second)
+            backward = b.operand(packed, gemms.back, dtype=dtype, **again)
+        else:
+            forward = b.operand(w, gemms.w, outer=outer)
+            backward = b.operand(w, gemms.back, outer=outer if is_fp4(gemms.back) else None, **again)
+        new = Weight(forward, backward, packed)
+        return new if into is None else into.rewrite(new)
 
 
 def hadamard16(x, seed):

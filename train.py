@@ -11,6 +11,7 @@ weights of the unbroken one.
 import argparse
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -142,7 +143,8 @@ class Run:
         self.corpus, self.task = load_corpus(cfg.data or None), find_task(cfg.task)
         self.model = GPT(cfg.model(), cfg.precision, cfg.seed).to(device)
         self.opt = None
-        self.pretrain_update = Captured(pretrain_update) if device.type == "cuda" else pretrain_update
+        step = functools.partial(pretrain_update, self)
+        self.pretrain_update = quant.Captured(step) if device.type == "cuda" else step
         self.at = dict(stage="pretrain", step=0, done=False, passed=None)
         self.rows, self.stop, self.log = [], False, None
 
@@ -278,35 +280,9 @@ def pretrain_step(run, step, mixed, lr):
     """One step on text, or on text and task."""
     run.begin(PRETRAIN, step)
     set_lr(run, lr)
-    stats = run.pretrain_update(run, *pretrain_rows(run, step, mixed))
+    stats = run.pretrain_update(*pretrain_rows(run, step, mixed))
     run.model.weights_changed()
     return stats if mixed else stats | dict(task_loss=None)
-
-
-class Captured:
-    """A function of (run, tensors) replayed as one CUDA graph, without a launch for each kernel. The
-    first calls run as they are, which compiles and warms up; their shapes must not change."""
-
-    def __init__(self, function, warmup=3):
-        self.function, self.warmup, self.graph = function, warmup, None
-
-    def __call__(self, run, *tensors):
-        if self.warmup:
-            self.warmup -= 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                result = self.function(run, *tensors)
-            torch.cuda.current_stream().wait_stream(side)
-            return result
-        if not self.graph:
-            self.inputs, self.graph = [t.clone() for t in tensors], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.result = self.function(run, *self.inputs)
-        for mine, given in zip(self.inputs, tensors):
-            mine.copy_(given)
-        self.graph.replay()
-        return self.result
 
 
 def pretrain(run):

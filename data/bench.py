@@ -5,6 +5,7 @@ that a noisy machine disturbs all alike: the mixture against a dense model of eq
 precision against bf16. On a GPU it trains models A and B on random bytes, and generates.
 """
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import quant  # noqa: E402
 import train  # noqa: E402
 
 
@@ -90,7 +92,7 @@ def random_run(model, precision, device):
         run.model = OnDevice(cfg.model(), precision)
     run.cfg, run.device, run.at = cfg, device, dict(step=0)
     run.opt = train.adamw(run.model, cfg.weight_decay)
-    run.pretrain_update = train.Captured(train.pretrain_update)
+    run.pretrain_update = quant.Captured(functools.partial(train.pretrain_update, run))
     return run
 
 
@@ -100,7 +102,7 @@ def gpu_step(run, i, rows, ones):
     start.record()
     run.begin(train.PRETRAIN, i)
     train.set_lr(run, 1e-4)
-    run.pretrain_update(run, rows, ones[:, 1:], ones[:, :1])
+    run.pretrain_update(rows, ones[:, 1:], ones[:, :1])
     end.record()
     end.synchronize()
     return start.elapsed_time(end)

@@ -247,7 +247,7 @@ class GPT(nn.Module):
         self.head = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
         self.seed = seed                        # of this step's stochastic rounding
         self._versions = self.operands = None
-        self.decoders = {}
+        self.decoders, self.codes = {}, {}
         self.init_weights(seed)
 
     def init_weights(self, seed):
@@ -280,7 +280,20 @@ class GPT(nn.Module):
     def weights_changed(self):
         """Make the operands anew before they are read. Fused AdamW and checkpoint loading write behind
         autograd's version counter, by which forward() sees other changes."""
-        self._versions = None
+        self._versions, self.codes = None, {}
+
+    def keep_codes(self, codes):
+        """Let the GEMMs read these codes, name -> Quantized, of the weights as they are now: decoded
+        numbers rounded again can differ, in blocks whose scale is subnormal. Until the weights change.
+        """
+        self.codes = {name: (q, self.get_parameter(name)._version) for name, q in codes.items()}
+
+    def codes_of(self, name, gemms):
+        """The kept codes of a weight that are still right, or None."""
+        if name not in self.codes or not quant.is_fp4(gemms.w):
+            return None
+        q, version = self.codes[name]
+        return q if version == self.get_parameter(name)._version else None
 
     def stale(self):
         return self._versions != [p._version for p in self.parameters()]
@@ -293,6 +306,7 @@ class GPT(nn.Module):
         def one(i, j, name, w, g):
             w = w if w.dim() == 3 else w[None]
             return quant.prepare(w, g, quant.fold(self.seed, i, 16 + j), self.dtype,
+                                 packed=self.codes_of(f"blocks.{i}.{name}", g),
                                  into=old[i][name] if old else None)
         operands = [{name: one(i, j, name, getattr(block, name), g)
                      for j, (name, g) in enumerate(block.linears().items())}

@@ -637,12 +637,12 @@ def _storage(*operands):
     return [t for ts in found for t in ts if torch.is_tensor(t)]
 
 
-def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, into=None):
+def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=None):
     """The GEMM operands of a weight w [E, N, K] (fp32).
 
     seed: for the stochastic second copy; rows: logical indices [E, N] of its rows (a shard of the
-    experts passes global ones). into: an earlier Weight whose storage is written again, where a
-    captured graph reads it.
+    experts passes global ones). packed: the codes that w was decoded from, where a 4-bit file had
+    them. into: an earlier Weight whose storage is written again, where a captured graph reads it.
     """
     with torch.no_grad():
         b, w = backend_for(w), w.detach()
@@ -654,13 +654,12 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, into=None):
             return Weight(w, w)
         outer = weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
         again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
-        packed = None
         if gemms.source == "copy":
-            packed = b.quantize(w, gemms.w, outer=outer)
+            packed = packed or b.quantize(w, gemms.w, outer=outer)
             forward = b.operand(packed, gemms.w, dtype=dtype)
             backward = b.operand(packed, gemms.back, dtype=dtype, **again)
         else:
-            forward = b.operand(w, gemms.w, outer=outer)
+            forward = b.operand(packed or w, gemms.w, outer=outer)
             backward = b.operand(w, gemms.back, outer=outer if is_fp4(gemms.back) else None, **again)
         new = Weight(forward, backward, packed)
         return new if into is None else into.rewrite(new)

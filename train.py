@@ -9,6 +9,7 @@ Every draw is a function of (seed, step, row), so a run that was killed and resu
 weights of the unbroken one.
 """
 import argparse
+import codecs
 import ctypes
 import dataclasses
 import functools
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import quant
+from data import hf
 from data.prepare import load_corpus
 from data.task import task as find_task, task_rows
 from model import GPT, NEWLINE, ModelConfig
@@ -48,12 +50,12 @@ class Config:
     """All settings; each is a flag of its name. The defaults are the preset `tiny`."""
     precision: str = opt("bf16", "recipe of quant.py", tuple(quant.RECIPES))
     stage: str = opt("all", "what to do; all is pretrain, then rl",
-                     ("all", "pretrain", "rl", "eval", "sample"))
+                     ("all", "pretrain", "rl", "eval", "sample", "export"))
     preset: str = opt("", "sizes: tiny on a CPU, small on a GPU unless given", ("tiny", "small", "base"))
     data: str = opt("", "text file, folder, prepared folder or enwik8; default: Python's own library")
     out: str = opt("out", "folder of the run: log.jsonl and checkpoints")
     resume: bool = opt(False, "go on from the last checkpoint in --out")
-    init_from: str = opt("", "start from the weights of another run's folder")
+    init_from: str = opt("", "start from the weights of another run's folder, or of an exported one")
     seed: int = opt(0, "seed of everything")
     device: str = opt("auto", "cpu, cuda or auto")
     backend: str = opt("auto", "who computes", ("auto", "native", "emulated", "reference"))
@@ -71,6 +73,9 @@ class Config:
     dense_layers: int = opt(0, "leading layers without experts")
     dense_dim: int = opt(0, "width of their feed-forward; 0: 4 * dim")
     seq_len: int = opt(128, "bytes in a row")
+    rope_theta: float = opt(1e4, "base of the rotary positions' wavelengths")
+    norm_eps: float = opt(1e-5, "added to the mean square that a norm divides by")
+    route_scale: float = opt(1.0, "multiplies the gates of the experts")
     # pretraining
     steps: int = opt(900, "pretraining steps, both phases, at most")
     text_share: float = opt(0.33, "share of the steps on text alone; 1: no task, and no RL after it")
@@ -102,11 +107,13 @@ class Config:
     eval_rows: int = opt(128, "validation rows in an evaluation; four times as many at the end")
     eval_problems: int = opt(512, "held-out problems in an evaluation; twice as many at the end")
     save_every: int = opt(100, "steps between checkpoints")
-    # sampling
+    # sampling and export
     prompt: str = opt("def ", "text to continue (--stage sample)")
     new: int = opt(400, "bytes to sample")
     temperature: float = opt(0.8, "of --stage sample; 0 is greedy. RL always draws at 1")
     sample_top_k: int = opt(0, "keep the k likeliest bytes; 0: all")
+    export_format: str = opt("bf16", "weights to train on, or 4-bit codes as they are (data/hf.py)",
+                             ("bf16", "nvfp4"))
 
     def model(self):
         names = {f.name for f in dataclasses.fields(ModelConfig)}
@@ -125,8 +132,9 @@ PRESETS = {
 # A run that goes on may change these; everything else is what its checkpoint says.
 FREE = {"stage", "out", "resume", "device", "backend", "threads", "steps", "rl_steps", "log_every",
         "eval_every", "rl_eval_every", "eval_rows", "eval_problems", "save_every", "micro_batch",
-        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k"}
-FREE_TO_LOOK = FREE | {"seed"}          # ... and --stage eval and sample this
+        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k", "export_format"}
+LOOKING = ("eval", "sample", "export")  # stages that change no weight
+FREE_TO_LOOK = FREE | {"seed", "data", "task"}      # ... and may change these too
 PRETRAIN, RL, EVAL = 1, 2, 3            # labels that keep the seeds of the stages apart
 
 
@@ -140,7 +148,9 @@ class Run:
 
     def __init__(self, cfg, device):
         self.cfg, self.device, self.out = cfg, device, Path(cfg.out)
-        self.corpus, self.task = load_corpus(cfg.data or None), find_task(cfg.task)
+        self.corpus, self.task = None, find_task(cfg.task)
+        if cfg.stage not in ("sample", "export"):
+            self.corpus = load_corpus(cfg.data or None)
         self.model = GPT(cfg.model(), cfg.precision, cfg.seed).to(device)
         self.opt = None
         step = functools.partial(pretrain_update, self)
@@ -679,7 +689,7 @@ def continued(cfg, given, path):
     state = read_checkpoint(path)
     known = {f.name for f in dataclasses.fields(Config)}
     old = Config(**{k: v for k, v in state["config"].items() if k in known})
-    free = FREE_TO_LOOK if cfg.stage in ("eval", "sample") else FREE
+    free = FREE_TO_LOOK if cfg.stage in LOOKING else FREE
     for name in sorted(given - free):
         if getattr(cfg, name) != getattr(old, name):
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
@@ -693,12 +703,12 @@ def open_run(cfg, given, device):
     if Path(cfg.out).exists() and not Path(cfg.out).is_dir():
         raise Refused(f"--out {cfg.out}: is a file, and a run needs a folder")
     path = latest_checkpoint(cfg.out)
-    goes_on = cfg.resume or (cfg.stage in ("rl", "eval", "sample") and not cfg.init_from)
+    goes_on = cfg.resume or (cfg.stage in ("rl", *LOOKING) and not cfg.init_from)
     if goes_on and not path:
         raise Refused(f"{cfg.out} holds no checkpoint: " + (
             "--resume has nothing to go on from" if cfg.resume else f"--stage {cfg.stage} needs a trained "
             "model there, or --init-from"))
-    if not goes_on and path:        # a log alone is a run that was killed before it had begun
+    if not goes_on and path and cfg.stage not in ("eval", "sample"):        # a log alone is a run that was killed before it had begun
         raise Refused(f"{cfg.out} holds another run: use --resume to go on with it, or another --out")
     state = None
     if goes_on:
@@ -711,16 +721,15 @@ def open_run(cfg, given, device):
     try:
         choose_backend(cfg.backend, device)
         run = Run(cfg, device)
-        length = cfg.seq_len + 1
-        for split in ("train", "val"):
-            run.corpus.batch(0, split, 0, np.arange(1), length)
+        for split in ("train", "val") if run.corpus else ():
+            run.corpus.batch(0, split, 0, np.arange(1), cfg.seq_len + 1)
     except ValueError as error:
         raise Refused(str(error)) from None
-    if run.task.prompt_len + run.task.answer_len > cfg.seq_len:
+    if run.corpus and run.task.prompt_len + run.task.answer_len > cfg.seq_len:
         raise Refused(f"--seq-len {cfg.seq_len}: task {cfg.task} needs at least "
                       f"{run.task.prompt_len + run.task.answer_len}")
     if state:
-        if state["corpus"] != run.corpus.sha256 and cfg.stage not in ("eval", "sample"):
+        if cfg.stage not in LOOKING and state["corpus"] != run.corpus.sha256:
             raise Refused(f"the text of {cfg.data or 'the default corpus'} is not the one that the run in "
                           f"{cfg.out} was trained on; its sha256 differs")
         run.at = at = state["at"]
@@ -729,24 +738,50 @@ def open_run(cfg, given, device):
             at["done"] = at["passed"] is not None and at["passed"] >= cfg.gate
         fresh = at["stage"] == "pretrain" and at["done"]             # RL starts with new moments
         run.opt = adamw(run.model, 0.0 if run.at["stage"] == "rl" else cfg.weight_decay)
-        load_tensors(path, run.model, None if cfg.stage in ("eval", "sample") or fresh else run.opt)
+        load_tensors(path, run.model, None if cfg.stage in LOOKING or fresh else run.opt)
     elif cfg.init_from:
-        load_tensors(latest_checkpoint(cfg.init_from), run.model)
+        load_init(run)
         run.at["done"] = cfg.stage == "rl"
     return run, state
 
 
 def shape_from(cfg, given):
-    """cfg with the model shape of the run in --init-from."""
+    """cfg with the shape of the model in --init-from, a run or an exported folder; and with its
+    precision where no weight will change. Only the length of a row is free: no weight depends on it."""
     path = latest_checkpoint(cfg.init_from)
-    if not path:
-        raise Refused(f"--init-from {cfg.init_from}: no checkpoint there")
-    old = read_checkpoint(path)["config"]
+    if hf.is_folder(cfg.init_from):
+        old = refusing(hf.read_config, cfg.init_from)
+    elif path:
+        old = read_checkpoint(path)["config"]
+    else:
+        raise Refused(f"--init-from {cfg.init_from}: neither a checkpoint nor a config.json there")
     names = {f.name for f in dataclasses.fields(ModelConfig)} & set(old)
+    names -= given & {"seq_len"}
     for name in sorted(names & given):
         if getattr(cfg, name) != old[name]:
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: the model in {cfg.init_from} has {old[name]}")
+    if cfg.stage in LOOKING and "precision" not in given:
+        names.add("precision")
     return dataclasses.replace(cfg, **{n: old[n] for n in names})
+
+
+def load_init(run):
+    """Fill the model from --init-from. The codes of a 4-bit folder stay as they are where no weight will
+    change; a run that trains rounds the numbers itself, as it will when it is resumed."""
+    folder = run.cfg.init_from
+    if not hf.is_folder(folder):
+        return load_tensors(latest_checkpoint(folder), run.model)
+    codes = refusing(hf.load, folder, run.model)
+    if run.cfg.stage in LOOKING:
+        run.model.keep_codes(codes)
+
+
+def refusing(f, *args):
+    """f(*args), whose ValueError or OSError refuses the input."""
+    try:
+        return f(*args)
+    except (ValueError, OSError) as error:
+        raise Refused(str(error)) from None
 
 
 def open_log(run, state):
@@ -853,17 +888,45 @@ def train(run):
 
 
 def sample_text(run):
-    """Continue the prompt, printing bytes as they come."""
-    cfg = run.cfg
-    prompt = torch.tensor([list(cfg.prompt.encode() or b"\n")], device=run.device)
+    """Continue the prompt, writing bytes as they come; the speed goes to stderr."""
+    cfg, write, count = run.cfg, byte_writer(sys.stdout), 0
+    prompt = os.fsencode(cfg.prompt) or b"\n"        # what was typed, also where it is no UTF-8
     run.begin(EVAL, 0)
-    sys.stdout.write(cfg.prompt)
     start = time.perf_counter()
-    for token, _ in run.model.stream(prompt, cfg.new, temperature=cfg.temperature,
-                                     top_k=cfg.sample_top_k, seed=cfg.seed):
-        sys.stdout.buffer.write(bytes(token.tolist()))
-        sys.stdout.flush()
-    print(f"\n[{cfg.new / (time.perf_counter() - start):.0f} bytes/s]")
+    try:
+        write(prompt)
+        for token, _ in run.model.stream(torch.tensor([list(prompt)], device=run.device), cfg.new,
+                                         temperature=cfg.temperature, top_k=cfg.sample_top_k, seed=cfg.seed):
+            write(bytes(token.tolist()))
+            count += 1
+        write(b"", final=True)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:             # the reader has seen enough; Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]", file=sys.stderr)
+
+
+def byte_writer(out):
+    """write(data) for a stream of text: bytes as they are into a file or a pipe. A terminal gets what they
+    spell, with U+FFFD for what is no UTF-8 and for control characters, which could rewrite the screen."""
+    def raw(data, final=False):
+        out.buffer.write(data)
+        out.buffer.flush()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    encoding = out.encoding or "utf-8"
+
+    def spelled(data, final=False):
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoder.decode(data, final))
+        out.write(text.encode(encoding, "replace").decode(encoding))
+        out.flush()
+    return spelled if out.isatty() else raw
+
+
+def export(run):
+    """Write the model as a folder for other programs, beside the run's checkpoints."""
+    form = run.cfg.export_format
+    run.say(refusing(hf.export, run.model, run.out / f"export-{form}", form))
 
 
 def on_signal(run):
@@ -893,8 +956,8 @@ def main(argv=None):
     try:
         cfg, given, device = parse(argv)
         run, state = open_run(cfg, given, device)
-        if run.cfg.stage == "sample":
-            sample_text(run)
+        if run.cfg.stage in ("sample", "export"):
+            (sample_text if run.cfg.stage == "sample" else export)(run)
             return 0
         introduce(run)
         if run.cfg.stage == "eval":

@@ -127,9 +127,9 @@ def rope(x, cos, sin):
 
 @quant.fused
 def swiglu(h):
-    """silu(gate) * up for h = [gate | up]."""
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
+    """silu(gate) * up for h = [gate | up], rounded once."""
+    gate, up = h.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(h.dtype)
 
 
 @quant.fused
@@ -137,7 +137,8 @@ def choose(x, router, bias, top_k, scale):
     """(experts [N, k], gates [N, k] fp32) of tokens x [N, D]: sigmoid scores, chosen on score + bias,
     gates from the unbiased scores."""
     N, short = x.shape[0], -x.shape[0] % 32          # whole 32s: a row's bits must not depend on N
-    scores = torch.sigmoid(F.pad(x.float(), (0, 0, 0, short)) @ router.T)[:N]    # [N, E]
+    x = F.pad(x, (0, 0, 0, short)) if short else x
+    scores = torch.sigmoid(x.float() @ router.T)[:N]                             # [N, E]
     experts = (scores.detach() + bias).topk(top_k, -1).indices
     gates = scores.gather(1, experts)
     return experts, gates / gates.sum(-1, keepdim=True) * scale

@@ -490,8 +490,8 @@ RECIPES = {r.name: r for r in (
 
 
 # ----------------------------------------------------------------------- the reference's GEMM operands
-# A backend is a namespace with five functions: quantize and those of this section. kernels.py has
-# the same five for GPUs.
+# A backend is a namespace of functions: quantize, weight_outer and those of this section. kernels.py
+# has the same ones for GPUs.
 def zero_padding(x, counts):
     """A copy of x [R, K] with the padding rows of each expert set to zero: blocks along T span them."""
     if counts is None:
@@ -534,6 +534,12 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
     return cast(x, fmt, **kw)
 
 
+def quantize_operand(x, fmt, **kw):
+    """(quantize(x, fmt), operand(x, fmt)): a forward GEMM reads the one, backward keeps the other."""
+    q = quantize(x, fmt, **kw)
+    return q, q.dequantize(x.dtype)
+
+
 def operand_pair(x, fmt, *, counts=None, rounded=False, **kw):
     """(operand along the rows of x [R, K], operand along T): a GPU makes both in one pass."""
     return operand(x, fmt, rounded=rounded, **kw), operand(x, fmt, axis=-2, counts=counts, **kw)
@@ -564,7 +570,8 @@ def gemm_wgrad(dy, x, counts=None):
     return dw
 
 
-REFERENCE = SimpleNamespace(quantize=quantize, operand=operand, operand_pair=operand_pair, gemm=gemm,
+REFERENCE = SimpleNamespace(quantize=quantize, weight_outer=weight_outer, operand=operand,
+                            quantize_operand=quantize_operand, operand_pair=operand_pair, gemm=gemm,
                             gemm_wgrad=gemm_wgrad)
 
 
@@ -608,7 +615,7 @@ class Captured:
 
 
 def backend_for(x):
-    """The five functions that serve x's device."""
+    """The functions that serve x's device."""
     if x.device.type != "cuda":
         return REFERENCE
     import kernels
@@ -652,7 +659,7 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=
                 return into
             w = w.to(dtype)
             return Weight(w, w)
-        outer = weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
+        outer = b.weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
         again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
         if gemms.source == "copy":
             packed = packed or b.quantize(w, gemms.w, outer=outer)
@@ -682,9 +689,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, w, weight, xq, rounded, counts, g, seed, rows):
         b = backend_for(x)
         if xq is None and g.source == "copy":
-            xq = b.quantize(x, g.x)
-        x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype,              # [R, K], along K
-                          rounded="x" in rounded)
+            xq, x_row = b.quantize_operand(x, g.x)                                  # [R, K], along K
+        else:
+            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, rounded="x" in rounded)
         # Only the packed copy of X is kept where the recipe's backward pass starts from it.
         kept = xq.tensors() if g.source == "copy" else (x,)
         ctx.save_for_backward(counts, rows, *kept)
@@ -747,7 +754,7 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
         rows = rows if rows is None else torch.nn.functional.pad(rows, (0, short))
     g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
     y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows)
-    return y[:y.shape[0] - short].view(*shape[:-1], w.shape[0])
+    return (y[:-short] if short else y).view(*shape[:-1], w.shape[0])
 
 
 # --------------------------------------------------------------------------------------- the lesson

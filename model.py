@@ -125,20 +125,46 @@ def rope(x, cos, sin):
     return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
-@quant.fused
-def swiglu(h):
-    """silu(gate) * up for h = [gate | up], rounded once."""
-    gate, up = h.float().chunk(2, -1)
-    return (F.silu(gate) * up).to(h.dtype)
+def in_pieces(t, n):
+    """fp32 t as n bf16 tensors side by side, [n, *t.shape], that add up to it; 3 hold all 24 bits."""
+    found = []
+    for _ in range(n):
+        found.append(t.bfloat16())
+        t = t - found[-1].float()
+    return torch.stack(found)
+
+
+class _RouterLogits(torch.autograd.Function):
+    """x W^T [N, E] in fp32, for bf16 x [N, D] and fp32 W [E, D], on bf16 tensor cores: every product of
+    a piece is exact and the sums are fp32."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.mm(x, in_pieces(w, 3).flatten(0, 1).T, out_dtype=torch.float32).view(
+            len(x), 3, -1).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dw = torch.mm(in_pieces(dy, 2).transpose(1, 2).flatten(0, 1), x, out_dtype=torch.float32)
+        return dy.bfloat16() @ w.bfloat16(), dw.view(2, *w.shape).sum(0)
+
+
+def router_logits(x, w):
+    """x [N, D] times w [E, D] transposed, in fp32 whatever the type of x."""
+    if x.is_cuda:
+        return _RouterLogits.apply(x, w)
+    short = -len(x) % 32            # whole 32s: a row's bits must not depend on N, nor in the sigmoid
+    return F.pad(x, (0, 0, 0, short)) @ w.T
 
 
 @quant.fused
-def choose(x, router, bias, top_k, scale):
-    """(experts [N, k], gates [N, k] fp32) of tokens x [N, D]: sigmoid scores, chosen on score + bias,
-    gates from the unbiased scores."""
-    N, short = x.shape[0], -x.shape[0] % 32          # whole 32s: a row's bits must not depend on N
-    x = F.pad(x, (0, 0, 0, short)) if short else x
-    scores = torch.sigmoid(x.float() @ router.T)[:N]                             # [N, E]
+def choose(logits, bias, top_k, scale):
+    """(experts [N, k], gates [N, k] fp32) for router logits [N, E]: sigmoid scores, chosen on
+    score + bias, gates from the unbiased scores."""
+    scores = torch.sigmoid(logits)                                               # [N, E]
     experts = (scores.detach() + bias).topk(top_k, -1).indices
     gates = scores.gather(1, experts)
     return experts, gates / gates.sum(-1, keepdim=True) * scale
@@ -201,8 +227,10 @@ class Layer(nn.Module):
 
     def moe(self, x, lin, weights, seed, first_token):
         """x [N, D] -> the gated sum of its k experts [N, D]."""
-        g, wire = self.gemms, self.recipe.combine
-        experts, gates = choose(x, self.router, self.bias, self.cfg.top_k, self.cfg.route_scale)
+        g, wire, act = self.gemms, self.recipe.combine, quant.backend_for(x).swiglu
+        experts, gates = choose(router_logits(x, self.router), self.bias, self.cfg.top_k,
+                                self.cfg.route_scale)
+        experts, gates = experts[:len(x)], gates[:len(x)]
         plan = moe_comm.route(experts, self.cfg.experts)
         if self.training and torch.is_grad_enabled():
             self.load += plan.counts
@@ -210,7 +238,7 @@ class Layer(nn.Module):
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
                                  rounded=("x",) if g.wire == "mxfp8" else (), seed=quant.fold(seed, 1))
-        y = quant.grouped_linear(swiglu(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
+        y = quant.grouped_linear(act(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
                                  rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
         return moe_comm.combine(y, gates, plan, wire)
 
@@ -218,7 +246,7 @@ class Layer(nn.Module):
         """Add `deltas` to the residual stream x [B, T, D]; return it and what this layer adds to it."""
         tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
                               device=x.device)
-        gemms = self.linears()
+        gemms, act = self.linears(), quant.backend_for(x).swiglu
 
         def lin(name, x):
             return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], rows=tokens,
@@ -228,7 +256,7 @@ class Layer(nn.Module):
                         self.cfg.norm_eps)
         deltas, h = [], h.flatten(0, 1)                                          # [N, D]
         if self.has_dense:
-            deltas.append(lin("v2", swiglu(lin("v1", h))).view_as(x))
+            deltas.append(lin("v2", act(lin("v1", h))).view_as(x))
         if self.is_moe:
             deltas.append(self.moe(h, lin, weights, seed, first_token).view_as(x))
         return x, deltas

@@ -570,7 +570,13 @@ def gemm_wgrad(dy, x, counts=None):
     return dw
 
 
-REFERENCE = SimpleNamespace(quantize=quantize, weight_outer=weight_outer, operand=operand,
+def swiglu(h):
+    """silu(gate) * up for h = [gate | up], rounded once."""
+    gate, up = h.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(h.dtype)
+
+
+REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, weight_outer=weight_outer, operand=operand,
                             quantize_operand=quantize_operand, operand_pair=operand_pair, gemm=gemm,
                             gemm_wgrad=gemm_wgrad)
 

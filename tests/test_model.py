@@ -173,7 +173,6 @@ class Script(GPT):
         self.lines, self.calls = lines, 0
 
     def forward(self, idx, cache=None, first_token=0):
-        cache.position += idx.shape[1]
         said = [line[min(self.calls, len(line) - 1)] for line in self.lines]
         self.calls += 1
         return 1000.0 * F.one_hot(torch.tensor(said), 256)[:, None].float()
@@ -217,7 +216,9 @@ def routed(model=None, tokens=64):
     layer = (model or small()).blocks[0]
     x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        return layer, torch.sigmoid(x @ layer.router.T), *layer.choose(x)
+        scores = torch.sigmoid(x @ layer.router.T)
+        logits = model_file.router_logits(x, layer.router)
+        return layer, scores, *model_file.choose(logits, layer.bias, 2, layer.cfg.route_scale)
 
 
 def test_experts_are_chosen_on_score_plus_bias_and_gates_come_from_the_scores():
@@ -376,7 +377,7 @@ def test_no_recipe_rounds_k_v_router_embedding_or_head(recipe):
         assert names["wk"] == names["wv"] == quant.IN_BF16 and "router" not in names
     model = small(recipe)
     model.prepare()
-    assert torch.equal(model.head_operand.forward[0], model.head)
+    assert torch.equal(model.operands[-1]["head"].forward[0], model.head)
     assert torch.equal(model_file._Embed.apply(model.embed, torch.tensor([[7]]), torch.float32)[0, 0],
                        model.embed[7])
 
@@ -414,7 +415,8 @@ def test_weights_are_rounded_once_for_all_micro_batches_and_generated_bytes(prep
 def one_update(model, rows):
     """A step of the trainer's own optimizer and update."""
     run = train_run(model)
-    train.update(run, [model(rows).logsumexp(-1).mean()], 1e-2)
+    train.set_lr(run, 1e-2)
+    train.update(run, [model(rows).logsumexp(-1).mean()])
 
 
 def train_run(model):

@@ -968,6 +968,7 @@ def main(argv=None):
         open_log(run, state)
         on_signal(run)
         if not state:
+            run.opt = adamw(run.model, run.cfg.weight_decay)
             save(run)           # so that a run killed at its first step can be resumed
         train(run)
         if run.stop:

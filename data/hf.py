@@ -2,7 +2,7 @@
 
     python train.py --stage export --export-format bf16      # writes OUT/export-bf16
     python train.py --stage export --export-format nvfp4     # writes OUT/export-nvfp4
-    python train.py --stage rl --init-from FOLDER            # starts from either, or eval, sample ...
+    python train.py --stage rl --init-from FOLDER            # starts from it; or eval, sample ...
 
 The folder is one of Hugging Face's: a Glm4MoeForCausalLM with a tokenizer whose ids are bytes. No
 library is needed to write or to read it. What its tensors are:
@@ -13,10 +13,10 @@ library is needed to write or to read it. What its tensors are:
     unrounded (k, v, embedding, head) bf16, rounded     fp32
     router, its bias, norms           fp32              fp32
 
-So the bf16 export is the weights to train on, and the nvfp4 export is the forward pass itself: in our
-own loader its loss is the loss of the run, bit for bit. It needs no calibration, but it says nothing
-of activations: other programs leave them in 16 bits, where training rounds them too, so elsewhere
-the loss is close, not equal. Its packed layout is compressed-tensors' `nvfp4-pack-quantized`.
+So the bf16 export is the weights to train on, and the nvfp4 export is the forward pass itself: in
+our own loader its loss is the loss of the run, bit for bit. It needs no calibration, but it says
+nothing of activations: other programs leave them in 16 bits, where training rounds them too, so
+elsewhere the loss is close, not equal. Its layout is compressed-tensors' `nvfp4-pack-quantized`.
 
 A model whose answers end with a newline stops there if told to: generate(..., eos_token_id=10).
 """
@@ -165,7 +165,7 @@ def empty_tensors(cfg):
 
 
 def model_config(cfg, recipe, dtype="bfloat16"):
-    """config.json. `forward_recipe` is ours: in which precision the numbers are meant to be read."""
+    """config.json. `forward_recipe` is ours: in which precision its numbers are to be read."""
     rope = FIXED_ROPE | dict(rope_theta=cfg.rope_theta)
     return dict(
         architectures=["Glm4MoeForCausalLM"],
@@ -289,6 +289,7 @@ def export(model, folder, fmt):
     try:
         write_folder(folder, tensors, small_files(cfg) | {"config.json": config})
     except OSError as error:
+        shutil.rmtree(beside(folder, ".tmp"), ignore_errors=True)
         raise ValueError(f"{folder} could not be written: {error}") from None
     return describe(folder, model, tensors, fmt)
 
@@ -319,10 +320,12 @@ OWNER = dict(format="pt", written_by="train.py --stage export")  # transformers 
 def write_folder(folder, tensors, texts):
     """Writes beside the folder and renames. config.json comes last, and nothing loads without it: a
     kill at any moment leaves a whole folder or none that looks whole."""
-    temporary, old = (folder.with_name(folder.name + end) for end in (".tmp", ".old"))
+    temporary, old = beside(folder, ".tmp"), beside(folder, ".old")
     for path in (folder, temporary, old):
         if path.exists() and not is_ours(path, texts, whole=path == folder):
-            raise ValueError(f"{path} is no export of this program: move it away, or use another --out")
+            raise ValueError(
+                f"{path} is no export of this program: move it away, or use another --out"
+            )
     for path in (temporary, old):
         shutil.rmtree(path, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -335,6 +338,10 @@ def write_folder(folder, tensors, texts):
     os.replace(temporary, folder)
     sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def beside(folder, ending):
+    return folder.with_name(folder.name + ending)
 
 
 def is_ours(folder, texts, whole):
@@ -442,7 +449,10 @@ def contents(folder):
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
-        names = sorted({Path(name).name for name in read_json(index)["weight_map"].values()})
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{index} is damaged: it has no weight_map")
+        names = sorted({Path(str(name)).name for name in places.values()})
     found = {}
     for name in names:
         if not (folder / name).is_file():
@@ -471,11 +481,12 @@ def read_config(folder):
     path = Path(folder) / "config.json"
     config = read_json(path)
     rope = config.get("rope_parameters") or config
-    given = {name: config.get(name) for name in FIXED} | {name: rope.get(name) for name in FIXED_ROPE}
+    given = {name: config.get(name) for name in FIXED}
+    given |= {name: rope.get(name) for name in FIXED_ROPE}
     given["rope_type"] = given["rope_type"] or "default"
     for name, wanted in (FIXED | FIXED_ROPE).items():
         if given[name] != wanted:
-            raise ValueError(f"{path}: {name} is {given[name]!r}, and this model has {wanted!r} only")
+            raise ValueError(f"{path}: {name} is {given[name]!r}, and must be {wanted!r}")
     fields = {ours: config.get(theirs) for ours, theirs in FIELDS.items()}
     fields |= dict(rope_theta=rope.get("rope_theta"), head_dim=fields["head_dim"] or 0)
     for ours, value in fields.items():
@@ -506,7 +517,9 @@ def load(folder, model):
             raise ValueError(f"{folder}: tensor {name} is missing")
         stored = there.pop(name)
         if stored.shape != shape:
-            raise ValueError(f"{folder}: tensor {name} is {stored.shape}, and must be {tuple(shape)}")
+            raise ValueError(
+                f"{folder}: tensor {name} is {stored.shape}, and must be {tuple(shape)}"
+            )
         return stored.read()
 
     for theirs, ours, index in layout(model.cfg):
@@ -538,7 +551,7 @@ def empty_codes(w):
 
 
 def refuse_the_rest(folder, there, layers):
-    """Layers that guess more than the next byte may lie behind ours; they are no part of the model."""
+    """Layers that guess more than the next byte may lie behind ours, and are no part of the model."""
     guesses = read_json(folder / "config.json").get("num_nextn_predict_layers") or 0
     known = tuple(f"model.layers.{layers + i}." for i in range(guesses))
     rest = sorted(n for n, stored in there.items() if stored.size and not n.startswith(known))

@@ -963,7 +963,7 @@ def main(argv=None):
         if run.cfg.stage == "eval":
             run.log = open(os.devnull, "w")
             run.begin(EVAL, 0)
-            evaluate(run, run.at["stage"], run.at["step"], final=True)
+            evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
             return 0
         open_log(run, state)
         on_signal(run)

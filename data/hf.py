@@ -490,8 +490,10 @@ def read_config(folder):
     fields = {ours: config.get(theirs) for ours, theirs in FIELDS.items()}
     fields |= dict(rope_theta=rope.get("rope_theta"), head_dim=fields["head_dim"] or 0)
     for ours, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{path}: {FIELDS.get(ours, ours)} is {value!r}, and must be a number")
+        kinds = (int, float) if ours in ("rope_theta", "norm_eps", "route_scale") else (int,)
+        if type(value) not in kinds:
+            kind = "a number" if float in kinds else "a whole number"
+            raise ValueError(f"{path}: {FIELDS.get(ours, ours)} is {value!r}, and must be {kind}")
     quantization = config.get("quantization_config") or dict(format=PACKED)
     if quantization.get("format") != PACKED:
         kind = quantization.get("format") or quantization.get("quant_method")

@@ -187,6 +187,23 @@ def test_kept_codes_end_when_the_weights_change(tmp_path):
     assert model.operands[1]["w1"].packed is model.codes["blocks.1.w1"][0]
 
 
+def test_global_scales_that_are_no_powers_of_two_are_decoded_and_no_codes_kept(trained, tmp_path):
+    """As other programs write them, and different ones for gate and up."""
+    shutil.copytree(trained / "export-nvfp4", tmp_path / "x")
+    experts = "model.layers.1.mlp.experts."
+
+    def scale(tensors):
+        for name in tensors:
+            if name.startswith(experts) and name.endswith("_global_scale"):
+                tensors[name] *= 3 if "up" in name else 2 if "gate" in name else 1
+
+    edit_tensors(tmp_path / "x", scale)
+    before, after = read(trained / "export-nvfp4"), read(tmp_path / "x")
+    assert list(before.codes) == ["blocks.1.w1", "blocks.1.w2"] and list(after.codes) == ["blocks.1.w2"]
+    (gate, up), (old_gate, old_up) = (m.blocks[1].w1.chunk(2, 1) for m in (after, before))
+    assert torch.equal(gate, old_gate / 2) and torch.allclose(up, old_up / 3, rtol=1e-6, atol=0)
+
+
 def test_mxfp8_values_are_exact_in_bf16_and_stay_when_rounded_again():
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
     x *= 2.0 ** torch.arange(-40, 40, 80 / 512)[:, None]
@@ -564,8 +581,11 @@ BAD = [
     (setting(n_group=2), "n_group is 2"),
     (setting(hidden_act="gelu"), "hidden_act is 'gelu'"),
     (setting(model_type="llama"), "model_type is 'llama', and must be 'glm4_moe'"),
-    (setting(hidden_size=None), "hidden_size is None, and must be a number"),
-    (setting(num_hidden_layers="3"), "num_hidden_layers is '3', and must be a number"),
+    (setting(hidden_size=None), "hidden_size is None, and must be a whole number"),
+    (setting(num_hidden_layers="3"), "num_hidden_layers is '3', and must be a whole number"),
+    (setting(num_experts_per_tok=2.0), "num_experts_per_tok is 2.0, and must be a whole number"),
+    (setting(n_shared_experts=True), "n_shared_experts is True, and must be a whole number"),
+    (setting(routed_scaling_factor="1"), "routed_scaling_factor is '1', and must be a number"),
     (setting(num_hidden_layers=4), "tensor model.layers.3.input_layernorm.weight is missing"),
     (setting(num_key_value_heads=3), "kv_heads 3: must divide heads 4"),
     (setting(num_attention_heads=0), "heads 0: must be at least 1"),

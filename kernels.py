@@ -16,6 +16,7 @@ import math
 import os
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -31,7 +32,8 @@ except ImportError:                        # macOS, or no GPU: the reference nee
 
 
 def jit(f):
-    return triton.jit(f) if triton else f
+    # A seed's labels must not compile a kernel for each of their values.
+    return triton.jit(f, do_not_specialize=["stream"]) if triton else f
 
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -101,7 +103,7 @@ def _mix(h):
 
 @jit
 def _random_bits(row_hash, cols):
-    """quant.random_bits for row_hash = mix(mix(rows) + mix(seed)) [BM] and cols [BK]."""
+    """quant.random_bits for row_hash = mix(mix(rows) + mix(seed_bits)) [BM] and cols [BK]."""
     h = row_hash[:, None] + _mix(cols.to(tl.uint32, bitcast=True) ^ 0x5BD1E995)[None, :]
     h = (h ^ (h >> 16)) * 0x7FEB352D
     return (h ^ (h >> 15)) * 0x846CA68B
@@ -133,29 +135,50 @@ def _number(n):
 
 
 @jit
-def _to_grid(y, draw, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
-    """Round 0 <= y <= largest to an element format: (value, code without its sign in the low byte).
+def _sign(x):
+    return _bits(x) & -0x80000000
 
-    n = y / step is rounded to an integer; value = n * step and code = n + exponent << MANTISSA, into
-    whose exponent a carry walks by itself. Nearest: a number above 2^23 has no bits after its point,
-    so adding 2^23 rounds to nearest, ties to even. The product before it is exact (a power of two),
-    so fusing them into one multiply-add changes nothing. Stochastic, draw = u * 2^24, up where
-    u < fraction: in integers with 24 bits after the point, n * 2^24 + 2^24 - 1 - draw is cut.
-    BIAS, part of the integer that is added anyway, cancels the code's exponent of the binade EMIN.
+
+@jit
+def _to_grid(y, draw, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+    """Round 0 <= y <= largest to an element format: (value, code in the low byte).
+
+    y is n steps of its binade. Nearest: next to a large enough power of two fp32 has no bits below a
+    step (or, for the code, below 1), so adding it rounds to nearest, ties to even. Stochastic, up where
+    u < fraction, draw = u * 2^24: in integers with 24 bits after the point, n + 1 - 2^-24 - u is cut.
+    code = n + exponent << MANTISSA, into whose exponent a carry walks by itself. BIAS, part of a number
+    that is added anyway, cancels the exponent of the lowest binade.
     """
     BIAS: tl.constexpr = -((EMIN + 127) << MANTISSA) % 256
     binade = tl.maximum(_bits(y) & 0x7F800000, (EMIN + 127) << 23)
     if STOCHASTIC:
-        z = y * _float((127 << 23) - (binade - ((127 + MANTISSA + 24) << 23)))
-        n = (_ceil_int(z) - draw + ((BIAS + 1 << 24) - 1)) >> 24
-        value = _number(n) - BIAS
+        z = _ceil_int(y * _float((127 << 23) - (binade - ((127 + MANTISSA + 24) << 23))))
+        n = (z - draw + ((BIAS + 1 << 24) - 1)) >> 24
+        value = (_float(n + 0x4B000000) - (8388608.0 + BIAS)) * _float(binade - (MANTISSA << 23))
     else:
-        t = y * _float((127 << 23) - (binade - ((127 + MANTISSA) << 23))) + (8388608.0 + BIAS)
-        n = _bits(t)
-        value = t - (8388608.0 + BIAS)
-    value *= _float(binade - (MANTISSA << 23))
-    code = n + (binade >> (23 - MANTISSA))
-    if MANTISSA == 1 and not STOCHASTIC:       # E2M1 has three binades: three roundings are cheaper
+        big = _float(binade + (((23 - MANTISSA) << 23) + 0x400000))
+        value = (y + big) - big
+        # This product is exact, so that fusing it with the sum changes nothing.
+        n = _bits(y * _float((127 << 23) - (binade - ((127 + MANTISSA) << 23))) + (8388608.0 + BIAS))
+    return value, n + (binade >> (23 - MANTISSA))
+
+
+@jit
+def _e4m3(y, draw, STOCHASTIC: tl.constexpr, FP8: tl.constexpr):
+    """(value, code) of |y| <= 448, both signed. FP8: the GPU's own conversion, which rounds alike; the
+    interpreter's does not, and GPUs before 8.9 have none."""
+    if FP8 and not STOCHASTIC:
+        q = y.to(tl.float8e4nv)
+        return q.to(tl.float32), q.to(tl.uint8, bitcast=True)
+    value, code = _to_grid(tl.abs(y), draw, STOCHASTIC, 3, -6)
+    return _float(_bits(value) | _sign(y)), (code | (_sign(y) >> 24 & 0x80)).to(tl.uint8)
+
+
+@jit
+def _e2m1(y, draw, STOCHASTIC: tl.constexpr):
+    """(value, code in the low byte) of 0 <= y <= 6."""
+    value, code = _to_grid(y, draw, STOCHASTIC, 1, 0)
+    if not STOCHASTIC:                         # three binades: three roundings are cheaper
         code = tl.minimum(_bits(y * 2 + 8388608.0), _bits(y + 8388610.0))
         code = tl.minimum(code, _bits(y * 0.5 + 8388612.0))
     return value, code
@@ -188,14 +211,14 @@ def _mxfp8_scales(amax):
 
 
 @jit
-def _nvfp4_scales(amax, outer, UP: tl.constexpr, GIVEN: tl.constexpr):
+def _nvfp4_scales(amax, outer, UP: tl.constexpr, GIVEN: tl.constexpr, FP8: tl.constexpr):
     """quant._nvfp4_scales from the bits of each block's amax: (byte, scale with outer, inverse)."""
     s = _float(amax) * (1 / 6)
     if GIVEN:
         s = tl.math.div_rn(s, outer)
     else:
         s = s * _float((254 << 23) - _bits(outer))      # our own power of two: a product is exact too
-    s, byte = _to_grid(tl.minimum(s, 448.0), 0, UP, 3, -6)       # up: above, however small the rest
+    s, byte = _e4m3(tl.minimum(s, 448.0), 0, UP, FP8)           # up: above, however small the rest
     bad = amax >= 0x7F800000
     s = tl.where(bad, float("nan"), s)
     scale = s * outer
@@ -204,7 +227,9 @@ def _nvfp4_scales(amax, outer, UP: tl.constexpr, GIVEN: tl.constexpr):
 
 # ---------------------------------------------------------------------------- decoding, inside a kernel
 @jit
-def _decode_e4m3(byte):
+def _decode_e4m3(byte, FP8: tl.constexpr):
+    if FP8:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     m = byte.to(tl.int32) & 0x7F
     v = tl.where(m < 8, _number(m) * 0.001953125, _float((m << 20) + (120 << 23)))
     v = tl.where(m == 0x7F, float("nan"), v)
@@ -226,41 +251,67 @@ def _decode_e8m0(byte):
 
 # ------------------------------------------------------------------------------------ the one kernel
 @jit
-def _gather(p, row, base, width, k0, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, rows_left,
-            EVEN: tl.constexpr, VECTOR: tl.constexpr):
-    """Load [rows, WIDTH] from column k0 of a matrix with `width` numbers a row. VECTOR numbers belong
-    to one thread: 8 decoded ones, else blocks along the rows would be spread over too many threads."""
-    k = tl.arange(0, WIDTH)
-    p = tl.max_contiguous(p + base * width + k0 + row[:, None] * width + k[None, :], (1, VECTOR))
+def _gather(p, row, base, width, k, COLUMNS: tl.constexpr, left, EVEN: tl.constexpr,
+            VECTOR: tl.constexpr):
+    """Load columns k of some rows of a matrix with `width` numbers a row, VECTOR of them to a thread."""
+    p = tl.max_contiguous(p + base * width + row[:, None] * width + k[None, :], (1, VECTOR))
     if EVEN:
         return tl.load(p)
-    r = tl.arange(0, row.shape[0])
-    return tl.load(p, mask=(r < rows_left)[:, None] & (k < COLUMNS - k0)[None, :], other=0)
+    return tl.load(p, mask=(tl.arange(0, row.shape[0]) < left)[:, None] & (k < COLUMNS)[None, :], other=0)
 
 
 @jit
-def _load(x, x_scales, outer, row, base, stride, k0, rows_left, K: tl.constexpr, SOURCE: tl.constexpr,
-          BK: tl.constexpr, EVEN: tl.constexpr):
-    """fp32 [BM, BK] of the source from column k0: as it is, silu(gate) * up, or decoded."""
-    if SOURCE == "values":
-        return _gather(x, row, base, stride, k0, BK, K, rows_left, EVEN, 8).to(tl.float32)
+def _fp32_pairs(p, row, base, width, k0, BK: tl.constexpr, K: tl.constexpr, left, EVEN: tl.constexpr,
+                WIDE: tl.constexpr):
+    """fp32 [rows, BK] from column k0 of a bf16 matrix, read as pairs: either number is a shift or a mask
+    away from fp32. WIDE: a thread has 16 numbers in a row, a whole block of NVFP4, instead of 8."""
+    if WIDE:
+        j = tl.arange(0, BK // 4)
+        k = k0 // 2 + j // 4 * 8 + j % 4                  # the first half of each block
+        w = _gather(p, row, base, width, k, K // 2, left, EVEN, 4)
+        a = tl.interleave(_float(w << 16), _float(w & -65536))
+        w = _gather(p, row, base, width, k + 4, K // 2, left, EVEN, 4)
+        b = tl.interleave(_float(w << 16), _float(w & -65536))
+        a = tl.reshape(a, (row.shape[0], BK // 16, 8))
+        b = tl.reshape(b, (row.shape[0], BK // 16, 8))
+        return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), (row.shape[0], BK))
+    w = _gather(p, row, base, width, k0 // 2 + tl.arange(0, BK // 2), K // 2, left, EVEN, 4)
+    return tl.interleave(_float(w << 16), _float(w & -65536))
+
+
+@jit
+def _bf16(x):
+    """x rounded to bf16, in fp32."""
+    return _float(x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@jit
+def _load(x, x_scales, outer, row, base, stride, k0, left, K: tl.constexpr, SOURCE: tl.constexpr,
+          BK: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr):
+    """fp32 [rows, BK] of the source from column k0: as it is, silu(gate) * up, or decoded."""
+    BM: tl.constexpr = row.shape[0]
+    if SOURCE == "bf16":
+        return _fp32_pairs(x, row, base, stride, k0, BK, K, left, EVEN, WIDE)
     elif SOURCE == "swiglu":                               # two roundings to bf16, as in the model
-        gate = _gather(x, row, base, stride, k0, BK, K, rows_left, EVEN, 8).to(tl.float32)
-        up = _gather(x + K, row, base, stride, k0, BK, K, rows_left, EVEN, 8).to(tl.float32)
-        gate = tl.math.div_rn(gate, 1 + tl.exp(-gate)).to(tl.bfloat16).to(tl.float32)
-        return (gate * up).to(tl.bfloat16).to(tl.float32)
+        gate = _fp32_pairs(x, row, base, stride, k0, BK, K, left, EVEN, WIDE)
+        up = _fp32_pairs(x + K // 2, row, base, stride, k0, BK, K, left, EVEN, WIDE)
+        return _bf16(_bf16(tl.math.div_rn(gate, 1 + tl.exp(-gate))) * up)
     elif SOURCE == "mxfp8":
-        codes = _gather(x, row, base, K, k0, BK, K, rows_left, EVEN, 8)
-        scales = _gather(x_scales, row, base, K // 32, k0 // 32, BK // 32, K // 32, rows_left, EVEN, 1)
-        v = tl.reshape(_decode_e4m3(codes), (row.shape[0], BK // 32, 32))
-        return tl.reshape(v * _decode_e8m0(scales)[:, :, None], (row.shape[0], BK))
-    else:
-        codes = _gather(x, row, base, K // 2, k0 // 2, BK // 2, K // 2, rows_left, EVEN, 4)
-        scales = _gather(x_scales, row, base, K // 16, k0 // 16, BK // 16, K // 16, rows_left, EVEN, 1)
-        b = codes.to(tl.int32)
+        codes = _gather(x, row, base, K, k0 + tl.arange(0, BK), K, left, EVEN, 8)
+        k = k0 // 32 + tl.arange(0, BK // 32)
+        scale = _decode_e8m0(_gather(x_scales, row, base, K // 32, k, K // 32, left, EVEN, 1))
+        v = tl.reshape(_decode_e4m3(codes, FP8), (BM, BK // 32, 32))
+        return tl.reshape(v * scale[:, :, None], (BM, BK))
+    elif SOURCE == "nvfp4":
+        k = k0 // 2 + tl.arange(0, BK // 2)
+        b = _gather(x, row, base, K // 2, k, K // 2, left, EVEN, 4).to(tl.int32)
+        k = k0 // 16 + tl.arange(0, BK // 16)
+        scale = _decode_e4m3(_gather(x_scales, row, base, K // 16, k, K // 16, left, EVEN, 1), FP8)
         v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
-        v = tl.reshape(v, (row.shape[0], BK // 16, 16))
-        return tl.reshape(v * (_decode_e4m3(scales) * outer[:, None])[:, :, None], (row.shape[0], BK))
+        v = tl.reshape(v, (BM, BK // 16, 16)) * (scale * outer[:, None])[:, :, None]
+        return tl.reshape(v, (BM, BK))
+    else:
+        return _gather(x, row, base, stride, k0 + tl.arange(0, BK), K, left, EVEN, 8).to(tl.float32)
 
 
 @jit
@@ -297,7 +348,8 @@ def _store_blocked(out, byte, e, i0, j0, I, J, EVEN: tl.constexpr):
 
 @jit
 def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: tl.constexpr,
-          ROWWISE: tl.constexpr, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr):
+          ROWWISE: tl.constexpr, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr,
+          NUMBERS: tl.constexpr, FP8: tl.constexpr):
     """Round a tile x [A, B], blocks along B, and store what is asked for (what is not None)."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
@@ -310,28 +362,35 @@ def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: 
         if FMT == "mxfp8":
             byte, scale, inverse = _mxfp8_scales(amax)
         else:
-            byte, scale, inverse = _nvfp4_scales(amax, outer[:, None], STOCHASTIC, GIVEN)
-        y = tl.abs(xb * inverse[:, :, None])
-        if codes is not None:                                 # magnitudes 0 in a block with NaN, Inf
-            y = tl.where((amax >= 0x7F800000)[:, :, None], 0.0, y)
-        if FMT == "nvfp4" and (STOCHASTIC or GIVEN):          # own scales, nearest: y < 7, which is 6
-            y = tl.minimum(y, 6.0)
+            byte, scale, inverse = _nvfp4_scales(amax, outer[:, None], STOCHASTIC, GIVEN, FP8)
+        y = xb * inverse[:, :, None]
         u = tl.reshape(draw, (A, B // V, V)) if STOCHASTIC else None
-        v, code = _to_grid(y, u, STOCHASTIC, 3 if FMT == "mxfp8" else 1, -6 if FMT == "mxfp8" else 0)
+        # A number is above the largest element only where its scale was rounded down. In a block with
+        # NaN or Inf magnitudes are 0: of a NaN and a number the minimum is the number. It also stands
+        # between x * inverse and the sums of the rounding, which fused would round once.
+        limit = tl.where(amax >= 0x7F800000, 0.0, 448.0 if FMT == "mxfp8" else 6.0)[:, :, None]
+        if FMT == "mxfp8":
+            if codes is not None or STOCHASTIC:
+                y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(xb))
+            v, code = _e4m3(y, u, STOCHASTIC, FP8)
+        else:
+            v, code = _e2m1(tl.minimum(tl.abs(y), limit), u, STOCHASTIC)
+            v = _float(_bits(v) | _sign(xb))
         if values is not None:
-            v = _float(_bits(v) | (_bits(xb) & -0x80000000)) * scale[:, :, None]
-            _store(values, tl.reshape(v, (A, B)), e, i0, j0, I, J, ROWWISE, EVEN, 8)
+            v = tl.reshape(v * scale[:, :, None], (A, B))
+            _store(values, v, e, i0, j0, I, J, ROWWISE, EVEN, 8)
         if codes is not None:
             ACROSS: tl.constexpr = ROWWISE or blocked is not None      # native: the contracted axis last
             TURNED: tl.constexpr = ACROSS and not ROWWISE
-            WIDE: tl.constexpr = 16 if TURNED else 8 * V // 32 if ROWWISE else 8
+            PACK: tl.constexpr = 32 // V
+            VECTOR: tl.constexpr = 16 if TURNED else NUMBERS // PACK if ROWWISE else NUMBERS
             if FMT == "mxfp8":
-                code = tl.reshape(code | (_bits(xb) >> 24 & 0x80), (A, B)).to(tl.uint8)
-                _store(codes, code, e, i0, j0, I, J, ACROSS, EVEN, WIDE)
+                _store(codes, tl.reshape(code, (A, B)), e, i0, j0, I, J, ACROSS, EVEN, VECTOR)
             else:
-                code = tl.reshape(code | (_bits(xb) >> 28 & 8), (A, B // 2, 2)).to(tl.uint8)
-                low, high = tl.split(code)
-                _store(codes, low | high << 4, e, i0, j0 // 2, I, J // 2, ACROSS, EVEN, WIDE)
+                low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))
+                low_x, high_x = tl.split(tl.reshape(_bits(xb), (A, B // 2, 2)))
+                code = low + (high << 4) | (low_x >> 28 & 8) | (high_x >> 24 & 0x80)
+                _store(codes, code.to(tl.uint8), e, i0, j0 // 2, I, J // 2, ACROSS, EVEN, VECTOR)
         if scales is not None:
             _store(scales, byte, e, i0, j0 // V, I, J // V, ROWWISE, EVEN, 16)
         if blocked is not None:
@@ -339,93 +398,96 @@ def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: 
 
 
 @jit
-def _group_end(counts, r0, groups, WIDTH: tl.constexpr):
-    """End of the real rows in the group that row r0 belongs to; groups start at multiples of 128."""
-    i = tl.arange(0, WIDTH)
-    n = tl.load(counts + i, mask=i < groups, other=0)
-    size = (n + 127) // 128 * 128
-    start = tl.cumsum(size, 0) - size
-    return tl.max(tl.where(start <= r0, start + n, 0), 0)
-
-
-@jit
-def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, outer,
+def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream, outer,
                   row_codes, row_scales, row_blocked, row_values,
                   col_codes, col_scales, col_blocked, col_values,
-                  R, stride, groups, K: tl.constexpr, SOURCE: tl.constexpr, ROW: tl.constexpr,
+                  E, R, stride, groups, K: tl.constexpr, SOURCE: tl.constexpr, ROW: tl.constexpr,
                   COL: tl.constexpr, STOCHASTIC: tl.constexpr, OUTER: tl.constexpr,
                   WIDTH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
-                  EVEN: tl.constexpr):
+                  EVEN: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr):
     """Read rows of x [E, R, K] once; write them rounded along K (format ROW), along R (COL) or both.
 
-    A program has BM rows and CHUNKS times BK columns. x is a tensor, [gate | up] halves, or a
-    packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by expert, padding
-    counts as zero. OUTER: "own" computes each row's outer scale and stores it, "given" loads it.
+    A program has CHUNKS times BK columns and goes down the rows, BM at a time. x is a tensor, [gate |
+    up] halves, or a packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by
+    expert, padding counts as zero. OUTER: "own" computes each row's outer scale and stores it, "given"
+    loads it.
     """
     SPAN: tl.constexpr = CHUNKS * BK
-    tiles: tl.constexpr = (K + SPAN - 1) // SPAN
-    pid = tl.program_id(0)
-    row_tiles = tl.cdiv(R, BM)
-    tile = pid // tiles
-    e = (tile // row_tiles).to(tl.int64)
-    r0 = (tile % row_tiles).to(tl.int64) * BM
-    first = (pid % tiles).to(tl.int64) * SPAN
+    ACROSS: tl.constexpr = (K + SPAN - 1) // SPAN
+    WIDE: tl.constexpr = COL is None and ROW != "bf16" and BK >= 16
+    first = (tl.program_id(0) % ACROSS).to(tl.int64) * SPAN
     r = tl.arange(0, BM)
-    left = (R - r0).to(tl.int32)
-    here = e * R + r0                                       # this tile's first row among all rows
-
-    row, base = r, here
-    if index is not None:
-        row = tl.load(index + here + r, mask=r < left, other=0).to(tl.int64)
-        base = e * 0
-    x_out = tl.load(x_outer + base + row, mask=r < left, other=0) if SOURCE == "nvfp4" else None
-    row_hash = None
+    if counts is not None:                # each group's first row and the end of its real rows
+        g = tl.arange(0, WIDTH)
+        n = tl.load(counts + g, mask=g < groups, other=0)
+        start = tl.cumsum((n + 127) // 128 * 128, 0) - (n + 127) // 128 * 128
+        end = start + n
     if STOCHASTIC:
-        name = (here + r).to(tl.int32)
-        if rows is not None:
-            name = tl.load(rows + here + r, mask=r < left, other=0)
-        s = tl.load(seed).to(tl.uint32, bitcast=True)      # on the device: a replayed graph draws anew
-        row_hash = _mix(_mix(name.to(tl.uint32, bitcast=True)) + _mix(s))
-    end = left
-    if counts is not None:
-        end = (_group_end(counts, r0, groups, WIDTH) - r0).to(tl.int32)
+        s = _mix(tl.load(seed).to(tl.uint32, bitcast=True))       # a replayed graph draws anew
+        s = _mix((s.to(tl.int32, bitcast=True) + stream).to(tl.uint32, bitcast=True))
 
-    tile = ()
-    for i in tl.static_range(CHUNKS):
-        v = _load(x, x_scales, x_out, row, base, stride, first + i * BK, left, K, SOURCE, BK, EVEN)
-        # Masked after the load, so that the load does not wait for the group's end.
-        tile = tile + (v if counts is None else tl.where((r < end)[:, None], v, 0.0),)
-    o = None
-    if OUTER == "own":
-        amax = tl.zeros((BM,), tl.int32)
-        for i in tl.static_range(CHUNKS):
-            amax = tl.maximum(amax, _row_amax(tile[i], False))
-        if tl.max(amax, 0) >= 0x7F800000:      # only now look at each number for the largest finite one
+    down = tl.cdiv(R, BM)
+    for t in tl.range(tl.program_id(0) // ACROSS, E * down, tl.num_programs(0) // ACROSS,
+                      num_stages=STAGES):
+        e = (t // down).to(tl.int64)
+        r0 = (t % down).to(tl.int64) * BM
+        left = (R - r0).to(tl.int32)
+        here = e * R + r0                                   # this tile's first row among all rows
+        row, base = r, here
+        if index is not None:
+            row = tl.load(index + here + r, mask=r < left, other=0).to(tl.int64)
+            base = e * 0
+        x_out = tl.load(x_outer + base + row, mask=r < left, other=0) if SOURCE == "nvfp4" else None
+        real = BM
+        if counts is not None:
+            real = (tl.max(tl.where(start <= r0, end, 0), 0) - r0).to(tl.int32)
+
+        o = None
+        if OUTER == "own":                     # a look at whole rows; what follows finds them in a cache
             amax = tl.zeros((BM,), tl.int32)
-            for i in tl.static_range(CHUNKS):
-                amax = tl.maximum(amax, _row_amax(tile[i], True))
-        o = _outer_of(amax)
-        tl.store(outer + here + r, o, mask=r < left)
-    elif OUTER == "given" and ROW is not None:
-        o = tl.load(outer + here + r, mask=r < left, other=1.0)
-
-    for i in tl.static_range(CHUNKS):
-        k0 = first + i * BK
-        c = k0.to(tl.int32) + tl.arange(0, BK)
-        draw = None
-        turned = None
+            for k in tl.static_range(0, SPAN, BK):
+                v = _load(x, x_scales, x_out, row, base, stride, first + k, left, K, SOURCE, BK, EVEN,
+                          WIDE, FP8)
+                amax = tl.maximum(amax, _row_amax(v, False))
+            if tl.max(amax, 0) >= 0x7F800000:      # only now look for the largest finite number
+                amax = tl.zeros((BM,), tl.int32)
+                for k in range(0, SPAN, BK):
+                    v = _load(x, x_scales, x_out, row, base, stride, first + k, left, K, SOURCE, BK,
+                              EVEN, WIDE, FP8)
+                    amax = tl.maximum(amax, _row_amax(v, True))
+            o = _outer_of(amax)
+            tl.store(outer + here + r, o, mask=r < left)
+        elif OUTER == "given" and ROW is not None:
+            o = tl.load(outer + here + r, mask=r < left, other=1.0)
         if STOCHASTIC:
-            name = c if cols is None else tl.load(cols + c, mask=c < K, other=0)
-            draw = (_random_bits(row_hash, name) >> 8).to(tl.int32)
-            turned = tl.trans(draw)
-        if ROW is not None:
-            _emit(tile[i], draw, o, row_codes, row_scales, row_blocked, row_values, e, r0, k0, R, K,
-                  ROW, True, STOCHASTIC, OUTER == "given", EVEN)
-        if COL is not None:
-            if OUTER == "given":
-                o = tl.load(outer + e * K + c, mask=c < K, other=1.0)
-            _emit(tl.trans(tile[i]), turned, o, col_codes, col_scales, col_blocked, col_values, e, k0,
-                  r0, K, R, COL, False, STOCHASTIC, True, EVEN)
+            name = (here + r).to(tl.int32)
+            if rows is not None:
+                name = tl.load(rows + here + r, mask=r < left, other=0)
+            row_hash = _mix(_mix(name.to(tl.uint32, bitcast=True)) + s)
+
+        for k in range(0, SPAN, BK):
+            k0 = first + k
+            v = _load(x, x_scales, x_out, row, base, stride, k0, left, K, SOURCE, BK, EVEN, WIDE, FP8)
+            if counts is not None:         # after the load, so that neither waits for the other
+                if real < BM:
+                    v = tl.where((r < real)[:, None], v, 0.0)
+            draw = None
+            turned = None
+            if STOCHASTIC:
+                c = k0.to(tl.int32) + tl.arange(0, BK)
+                if cols is not None:
+                    c = tl.load(cols + c, mask=c < K, other=0)
+                draw = (_random_bits(row_hash, c) >> 8).to(tl.int32)
+                turned = tl.trans(draw)
+            if ROW is not None:
+                _emit(v, draw, o, row_codes, row_scales, row_blocked, row_values, e, r0, k0, R, K,
+                      ROW, True, STOCHASTIC, OUTER == "given", EVEN, 16 if WIDE else 8, FP8)
+            if COL is not None:
+                if OUTER == "given":
+                    j = k0 + tl.arange(0, BK)
+                    o = tl.load(outer + e * K + j, mask=j < K, other=1.0)
+                _emit(tl.trans(v), turned, o, col_codes, col_scales, col_blocked, col_values, e,
+                      k0, r0, K, R, COL, False, STOCHASTIC, True, EVEN, 8, FP8)
 
 
 @jit
@@ -454,11 +516,26 @@ SCALES = {32: torch.uint8, 16: torch.float8_e4m3fn}
 
 # (rows, columns, warps) of a tile, by what is written: along rows, along columns, both, or along rows
 # by a program that sees whole rows because it computes their outer scale.
-TILES = dict(row=(32, 128, 4), column=(64, 128, 4), both=(64, 128, 4), own=(16, 256, 4))
+TILES = dict(row=(32, 128, 4, 2), column=(32, 64, 2, 2), both=(32, 64, 2, 2), own=(4, 256, 4, 2))
+
+
+OVERSUBSCRIBE = 16
+MAXNREG = None
 
 
 def _ceil(a, b):
     return -(-a // b)
+
+
+def _has_fp8(device):
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _programs(device, warps):
+    """Programs that fill the GPU."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count * OVERSUBSCRIBE // warps
 
 
 def _check(shape, fmt, axis, rounding):
@@ -483,11 +560,16 @@ def _source(x, swiglu):
         outer = x.outer.contiguous() if kind == "nvfp4" else None
         codes, scales = x.codes.contiguous(), x.scales.contiguous()
         return kind, codes.view(torch.uint8), scales.view(torch.uint8), outer, 0, shape
-    if x.dim() != 2 or x.stride(-1) != 1:
+    if x.dim() != 2 or x.stride(-1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.contiguous()
-    if not swiglu:
-        return "values", x, None, None, x.stride(-2) if x.dim() > 1 else x.numel(), tuple(x.shape)
-    return "swiglu", x, None, None, x.stride(-2), (*x.shape[:-1], x.shape[-1] // 2)
+    stride = x.stride(-2) if x.dim() > 1 else x.numel()
+    if swiglu:
+        x, shape = x.bfloat16(), (*x.shape[:-1], x.shape[-1] // 2)
+        return "swiglu", x.view(torch.int32), None, None, x.stride(-2) // 2, shape
+    if x.dtype == torch.bfloat16:                       # read as pairs
+        return "bf16", x.view(torch.int32), None, None, stride // 2, tuple(x.shape)
+    return "values", x, None, None, stride, tuple(x.shape)
+
 
 
 def _outputs(want, fmt, shape, axis, device, dtype):
@@ -544,26 +626,29 @@ def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=tor
         outer = given
     row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype)
                 for a in (-1, -2))
-    if rounding == "stochastic" and not (torch.is_tensor(seed) and seed.device == device):
-        seed = torch.full((), int(quant.fold(seed)), dtype=torch.int32, device=device)   # no host sync
+    base, stream = quant.fold(seed)
+    if rounding == "stochastic" and not (torch.is_tensor(base) and base.device == device):
+        base = torch.full((), int(base), dtype=torch.int32, device=device)     # no host sync
     *lead, R, K = shape
     E = math.prod(lead)
     if row.blocked is None and axis == -1:
         E, R = 1, E * R
-    BM, BK, warps = TILES["own" if own else {-1: "row", -2: "column", "both": "both"}[axis]]
+    BM, BK, warps, stages = TILES["own" if own else {-1: "row", -2: "column", "both": "both"}[axis]]
     if own:                                                   # whole rows in a few chunks
         BK = max(min(BK, K & -K), triton.next_power_of_2(_ceil(K, 12)), 32)
     chunks = _ceil(K, BK) if own else 1
-    grid = (E * _ceil(R, BM) * _ceil(K, BK * chunks),)
+    across = _ceil(K, BK * chunks)
+    grid = (across * min(E * _ceil(R, BM), max(1, _programs(device, warps) // across)),)
     _round_kernel[grid](
         data, scales, x_outer, index, counts, *(t if t is None else t.int() for t in (rows, cols)),
-        seed if rounding == "stochastic" else None, outer if own or outer is None else outer.contiguous(),
+        base if rounding == "stochastic" else None, stream, outer if own or outer is None else outer.contiguous(),
         row.codes, row.scales, row.blocked, row.values, col.codes, col.scales, col.blocked, col.values,
-        R, stride, 0 if counts is None else counts.numel(), K=K, SOURCE=source,
+        E, R, stride, 0 if counts is None else counts.numel(), K=K, SOURCE=source,
         ROW=None if axis == -2 else fmt, COL=None if axis == -1 else fmt,
         STOCHASTIC=rounding == "stochastic", OUTER="own" if own else None if given is None else "given",
         WIDTH=1 if counts is None else triton.next_power_of_2(counts.numel()),
-        BM=BM, BK=BK, CHUNKS=chunks, EVEN=R % BM == 0 and K % BK == 0, num_warps=warps)
+        BM=BM, BK=BK, CHUNKS=chunks, EVEN=R % BM == 0 and K % BK == 0, FP8=_has_fp8(device),
+        STAGES=stages, num_warps=warps, maxnreg=MAXNREG)
     return row, col, outer
 
 
@@ -590,48 +675,184 @@ def blocked(scales):
 
 def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
     """quant.quantize in one pass: the same arguments and the same bits."""
+    kw = dict(rounding=rounding, seed=seed, outer=outer, rows=rows, cols=cols)
     if fmt not in ("mxfp8", "nvfp4"):                         # the ablations are not worth a kernel
-        return quant.quantize(x, fmt, rounding=rounding, seed=seed, outer=outer, rows=rows, cols=cols,
-                              axis=axis)
-    row, col, outer = _run(x, fmt, axis, ("packed",), rounding=rounding, seed=seed, outer=outer,
-                           rows=rows, cols=cols)
+        return quant.quantize(x, fmt, axis=axis, **kw)
+    row, col, outer = _run(x, fmt, axis, ("packed",), **kw)
     return _packed(fmt, row if axis == -1 else col, outer, axis)
 
 
 def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
-    """The exact values in `fmt` of x, a tensor or a packed one, as a tensor of x's shape: what an
-    emulated GEMM reads, and what travels where results are not sent packed.
+    """The exact values in `fmt` of x, a tensor or a packed one, as a tensor: what an emulated GEMM
+    reads, and what the numbers on a wire decode to.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
-    counts: int32 [E] real rows of x [R, K] sorted by expert; padding rows become zero.
-    index: make row r from row index[r] of x. swiglu: x is [gate | up], round silu(gate) * up.
+    rounding, seed, outer, rows, cols: as in quantize. counts: int32 [E] real rows of x [R, K] sorted
+    by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
+    swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded.
     """
     dtype = dtype or torch.bfloat16
     if fmt not in ("bf16", "mxfp8", "nvfp4") and torch.is_tensor(x):
         return quant.operand(x, fmt, axis=axis, **kw).to(dtype)
-    if axis == -1 and isinstance(x, Quantized) or fmt == "bf16":
+    if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
-        kw = {k: kw[k] for k in kw if k in ("counts", "index", "swiglu")}
+        kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
     row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, **kw)
     return row.values if axis == -1 else col.values
 
 
-def _native_operand(x, fmt, *, counts=None, dtype=None, axis=-1, **kw):
-    """An Operand: packed codes and blocked scales."""
-    if fmt == "bf16":
-        return _emulated_operand(x, fmt, counts=counts, axis=axis, **kw)
-    if axis == -1 and fmt not in ("mxfp8", "nvfp4"):
-        x = x if isinstance(x, Quantized) else quant.quantize(x, fmt, **kw)
+def operand(x, fmt, *, native=False, axis=-1, **kw):
+    """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Arguments
+    as in cast. "bf16" means as the tensor is, but for padding along T, which counts as zero."""
+    plain = torch.is_tensor(x) and not kw.get("swiglu") and kw.get("index") is None
+    if fmt == "bf16" and plain and (axis == -1 or kw.get("counts") is None):
+        return x
+    if not native or fmt == "bf16":
+        return cast(x, fmt, axis=axis, **kw)
+    kw.pop("dtype", None)
+    if axis == -1 and fmt not in ("mxfp8", "nvfp4") and plain:
+        x = quant.quantize(x, fmt, **{name: kw[name] for name in kw if name != "counts"})
     if axis == -1 and isinstance(x, Quantized) and kw.get("index") is None:
-        codes = x.codes.view(-1, *x.codes.shape[-2:])
-        outer = None if x.outer is None else x.outer.reshape(codes.shape[:2])
-        return Operand(x.fmt, codes, blocked(x.scales.view(-1, *x.scales.shape[-2:])), outer)
-    row, col, outer = _run(x, fmt, axis, ("native",), counts=counts, **kw)
+        packed = SimpleNamespace(codes=x.codes, blocked=blocked(x.scales.view(-1, *x.scales.shape[-2:])))
+        return _native(x.fmt, packed, x.outer)
+    row, col, outer = _run(x, fmt, axis, ("native",), **kw)
     return _native(fmt, row if axis == -1 else col, outer)
 
 
-def _emulated_operand(x, fmt, *, counts=None, axis=-1, **kw):
-    """The values in bf16. "bf16" means as the tensor is, but that padding counts as zero along T."""
-    if fmt == "bf16" and (axis == -1 or counts is None) and torch.is_tensor(x) and not kw.get("swiglu"):
-        return x
-    return cast(x, fmt, counts=counts, axis=axis, **kw)
+def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, **kw):
+    """(operand along the rows of x [R, K], operand along T), for MXFP8 in one pass over memory."""
+    if fmt != "mxfp8":
+        return (operand(x, fmt, native=native, dtype=dtype, **kw),
+                operand(x, fmt, native=native, dtype=dtype, counts=counts, axis=-2, **kw))
+    want = "native" if native else "values"
+    row, col, _ = _run(x, fmt, "both", (want,), counts=counts, dtype=dtype or torch.bfloat16, **kw)
+    return (_native(fmt, row, None), _native(fmt, col, None)) if native else (row.values, col.values)
+
+
+def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, **kw):
+    """(quantize(x, fmt), operand(x, fmt)) in one pass: a forward GEMM reads the one, backward keeps the
+    other. Arguments as in cast, axis = -1."""
+    row, _, outer = _run(x, fmt, -1, ("packed", "native" if native else "values"), dtype=dtype, **kw)
+    return _packed(fmt, row, outer), _native(fmt, row, outer) if native else row.values
+
+
+def swiglu_operand(h, fmt, **kw):
+    """operand(silu(gate) * up, fmt) for h = [gate | up] without writing the product. It is rounded to
+    bf16 first, as the model does: the same bits as operand(swiglu_operand(h, "bf16"), fmt)."""
+    return operand(h, fmt, swiglu=True, **kw)
+
+
+def weight_outer(w, fmt):
+    """quant.weight_outer of w [..., N, K] without a copy of w."""
+    amax = torch.zeros(w.shape[:-2], dtype=torch.int32, device=w.device)
+    w, size = w.contiguous(), w.shape[-2] * w.shape[-1]
+    _amax_kernel[_ceil(size, 8192), amax.numel()](w, amax, size, BLOCK=8192, num_warps=8)
+    return quant.weight_outer(amax.view(torch.float32)[..., None, None], fmt)
+
+
+# ------------------------------------------------------------------------------- block-scaled GEMMs
+# >>> The grouped GEMMs, native and emulated, go between these two lines. Until then, the reference's.
+gemm, gemm_wgrad = quant.gemm, quant.gemm_wgrad
+# <<<
+
+
+# ------------------------------------------------------------------------------ what quant.py calls
+def ops(device):
+    """The functions of quant.REFERENCE for the backend that runs on `device`."""
+    name = backend(device)
+    if name == "reference":
+        return quant.REFERENCE
+    native = dict(native=name == "native")
+    return SimpleNamespace(quantize=quantize, cast=cast, weight_outer=weight_outer,
+                           operand=partial(operand, **native),
+                           operand_pair=partial(operand_pair, **native),
+                           quantize_operand=partial(quantize_operand, **native),
+                           swiglu_operand=partial(swiglu_operand, **native),
+                           gemm=gemm, gemm_wgrad=gemm_wgrad)
+
+
+# ------------------------------------------------------------------------------------- the benchmark
+def quantise_cases(rows, cols, device="cuda"):
+    """name -> (function, bytes read and written, share of copy bandwidth to reach or None)."""
+    x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
+    q = quantize(x, "nvfp4")
+    n, counts = x.numel(), torch.full((32,), rows // 32, dtype=torch.int32, device=device)
+    random = dict(rounding="stochastic", seed=torch.tensor(1, dtype=torch.int32, device=device))
+    mx, nv = 1 + 1 / 32, 0.5 + 1 / 16                   # bytes of a packed number
+    return {
+        "mxfp8 row, packed": (lambda: quantize(x, "mxfp8"), n * (2 + mx), 0.85),
+        "mxfp8 row, values": (lambda: cast(x, "mxfp8"), n * 4, 0.85),
+        "mxfp8 row + column, packed": (lambda: operand_pair(x, "mxfp8", native=True), n * (2 + 2 * mx), 0.85),
+        "mxfp8 row + column, values": (lambda: operand_pair(x, "mxfp8", counts=counts), n * 6, 0.85),
+        "mxfp8 column, values": (lambda: cast(x, "mxfp8", axis=-2, counts=counts), n * 4, None),
+        "nvfp4 row, packed": (lambda: quantize(x, "nvfp4"), n * (2 + nv) + 4 * rows, 0.85),
+        "nvfp4 row, packed + values": (lambda: quantize_operand(x, "nvfp4"), n * (4 + nv), None),
+        "nvfp4 decode": (lambda: cast(q, "nvfp4"), n * (2 + nv) + 4 * rows, None),
+        "mxfp8 row, packed, stochastic": (lambda: quantize(x, "mxfp8", **random), n * (2 + mx), 0.65),
+        "mxfp8 row + column, values, stochastic":
+            (lambda: operand_pair(x, "mxfp8", counts=counts, **random), n * 6, 0.65),
+        "nvfp4 row, packed, stochastic": (lambda: quantize(x, "nvfp4", **random), n * (2 + nv) + 4 * rows, 0.65),
+        "nvfp4 to mxfp8 column, values, stochastic":
+            (lambda: cast(q, "mxfp8", axis=-2, counts=counts, **random), n * (2 + nv) + 4 * rows, None),
+    }
+
+
+def graphed(f, calls):
+    """A captured graph of `calls` calls of f: its replay times kernels, not launches."""
+    f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            f()
+    return graph
+
+
+def interleaved(functions, repeats=15, calls=4):
+    """name -> seconds of one call, `repeats` times: each round times every function once."""
+    graphs = {name: graphed(f, calls) for name, f in functions.items()}
+    seconds = {name: [] for name in graphs}
+    for _ in range(repeats + 2):
+        for name, graph in graphs.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            seconds[name].append(start.elapsed_time(stop) / 1000 / calls)
+    return {name: s[2:] for name, s in seconds.items()}
+
+
+def bench_quantise(rows=131072, cols=2048):
+    """Print each quantise kernel's bandwidth and its share of that of a copy of as many bytes."""
+    cases, functions = quantise_cases(rows, cols), {}
+    for name, (f, size, _) in cases.items():
+        a, b = (torch.empty(int(size) // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+        functions[name], functions[name, "copy"] = f, partial(b.copy_, a)
+    seconds = interleaved(functions)
+    print(f"\n{rows} x {cols} bf16, n = {len(seconds[next(iter(cases))])}, median (lowest to highest)")
+    print(f"{'kernel':44}{'GB':>6}{'TB/s':>7}{'share of a copy':>26}{'bar':>7}")
+    for name, (_, size, bar) in cases.items():
+        share = sorted(c / s for s, c in zip(seconds[name], seconds[name, "copy"]))
+        spread = f"{statistics.median(share):.3f} ({share[0]:.3f} to {share[-1]:.3f})"
+        print(f"{name:44}{size / 1e9:6.2f}{size / statistics.median(seconds[name]) / 1e12:7.2f}"
+              f"{spread:>26}{bar or '':>7}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="What this machine is, and how fast the kernels are.")
+    parser.add_argument("--bench", action="store_true", help="measure (needs a CUDA GPU)")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "no CUDA GPU"
+    print(f"{name}, torch {torch.__version__}, Triton {triton.__version__ if triton else 'not installed'}")
+    print(describe(device))
+    if args.bench and device == "cpu":
+        raise SystemExit("--bench: needs a CUDA GPU")
+    if args.bench:
+        for cols in (768, 2048):
+            bench_quantise(cols=cols)
+
+
+if __name__ == "__main__":
+    main()

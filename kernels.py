@@ -14,7 +14,10 @@ Letters: E experts (matrices), R rows, K columns, V block size, A x B a tile who
 import argparse
 import math
 import os
+import re
 import statistics
+import subprocess
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +30,9 @@ from quant import FORMATS, Quantized
 try:
     import triton
     import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:                        # macOS, or no GPU: the reference needs none of this
     triton, tl = None, SimpleNamespace(constexpr=int)
 
@@ -750,10 +756,361 @@ def weight_outer(w, fmt):
     return quant.weight_outer(amax.view(torch.float32)[..., None, None], fmt)
 
 
-# ------------------------------------------------------------------------------- block-scaled GEMMs
-# >>> The grouped GEMMs, native and emulated, go between these two lines. Until then, the reference's.
-gemm, gemm_wgrad = quant.gemm, quant.gemm_wgrad
-# <<<
+# ------------------------------------------------------------------------------------ grouped GEMMs
+# One kernel for the three GEMMs of a layer, y[m, n] = sum over c of a[m, c] * b[n, c], in bf16 and
+# in block-scaled formats, by programs that each do tile after tile:
+#
+#                m  n  c    each expert has           a and b in bf16           in codes, c last
+#     forward    R  N  K    its rows m of y, its b    X [R, K],  W [E, N, K]    the same
+#     dgrad      R  K  N    its rows m of y, its b    dY [R, N], W [E, N, K]    dY, W as [E, K, N]
+#     wgrad      N  K  R    its y, its stretch of c   dY [R, N], X [R, K]       dY, X turned
+#
+# Which expert a tile belongs to follows from `counts` on the device: the host never waits for it.
+@jit
+def _experts(counts, rows, E, WIDTH: tl.constexpr):
+    """Where each expert's rows start, the real ones stop and their padding ends, [WIDTH >= E]."""
+    e = tl.arange(0, WIDTH)
+    if counts is None:
+        n = tl.full((WIDTH,), 0, tl.int32) + rows
+    else:
+        n = tl.load(counts + e, mask=e < E, other=0)
+    end = tl.cumsum((n + 127) // 128 * 128, 0)
+    start = end - (n + 127) // 128 * 128
+    return start, start + n, end
+
+
+@jit
+def _turns(counts, n, E):
+    """The turn of each expert: those with most rows n come first, so that the last tiles, for which
+    all wait, are short. (tl.sort before warps are specialised keeps Triton 3.8 busy for ever.)"""
+    e = tl.arange(0, n.shape[0])
+    turn = tl.zeros_like(n)
+    if counts is not None:
+        for i in range(0, E, 32):
+            other = i + tl.arange(0, 32)
+            rows = tl.load(counts + other, mask=other < E, other=-1)[None, :]
+            ahead = (rows > n[:, None]) | ((rows == n[:, None]) & (other[None, :] < e[:, None]))
+            turn += tl.sum(ahead.to(tl.int32), 1)
+    return turn
+
+
+@jit
+def _pick(values, e):
+    """values[e] of a vector; 0 where e is past its end."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == e, values, 0), 0)
+
+
+@jit
+def _load_scales(scales, e, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Block scales [ROWS, COLS] from their blocked layout. The compiler knows this shuffle: it lets
+    the copy engine and tcgen05.cp move whole atoms to where the tensor core reads them."""
+    s = scales.load([e, row // 128, col // 4, 0, 0])
+    s = tl.permute(tl.reshape(s, (ROWS // 128, COLS // 4, 32, 4, 4)), (0, 3, 2, 1, 4))
+    return tl.reshape(s, (ROWS, COLS))
+
+
+@jit
+def _decode(codes, scales, FP4: tl.constexpr):
+    """The numbers of a tile, outer scale aside: for tests, where no block-scaled MMA can run."""
+    if FP4:
+        b = codes.to(tl.int32)
+        v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
+        s = _decode_e4m3(scales.to(tl.uint8, bitcast=True), False)
+    else:
+        v = _decode_e4m3(codes.to(tl.uint8, bitcast=True), False)
+        s = _decode_e8m0(scales)
+    v = tl.reshape(v, (s.shape[0], s.shape[1], v.shape[1] // s.shape[1])) * s[:, :, None]
+    return tl.reshape(v, (v.shape[0], v.shape[1] * v.shape[2]))
+
+
+@jit
+def _place(tile, cols, turn, start, stop, end, M, C, WGRAD: tl.constexpr, BM: tl.constexpr,
+           BC: tl.constexpr):
+    """A tile's (expert, first m, first c, end of the expert's real rows, steps of BC along c)."""
+    if WGRAD:
+        rows = tl.cdiv(M, BM)
+        e = tl.sum(tl.where(turn == tile // cols // rows, tl.arange(0, turn.shape[0]), 0), 0)
+        first, last = _pick(start, e), _pick(stop, e)
+        return e, tile // cols % rows * BM, first, last, tl.maximum(tl.cdiv(last - first, BC), 1)
+    else:
+        m0 = tile // cols * BM
+        e = tl.sum((end <= m0).to(tl.int32), 0)
+        return e, m0, 0, _pick(stop, e), tl.cdiv(C, BC)
+
+
+@jit
+def _add_bf16(acc, a, b, e, m0, n0, c, first, last, KIND: tl.constexpr, BC: tl.constexpr):
+    """acc + the products of BC columns from c."""
+    if KIND == "wgrad":                          # zeros, not padding, follow the last real row
+        x = load_ragged(a, first, last - first, [c - first, m0])
+        w = load_ragged(b, first, last - first, [c - first, n0])
+        return tl.dot(tl.trans(x), w, acc)
+    else:
+        x = tl.reshape(a.load([0, m0, c]), (acc.shape[0], BC))
+        if KIND == "dgrad":
+            w = tl.reshape(b.load([e, c, n0]), (BC, acc.shape[1]))
+        else:
+            w = tl.trans(tl.reshape(b.load([e, n0, c]), (acc.shape[1], BC)))
+        return tl.dot(x, w, acc)
+
+
+@jit
+def _add_scaled(acc, a, b, a_scales, b_scales, e, m0, n0, c, FMT: tl.constexpr,
+                DECODE: tl.constexpr, BC: tl.constexpr):
+    """The same of codes and block scales, in a block-scaled tensor core (DECODE: or for tests)."""
+    BM: tl.constexpr = acc.shape[0]
+    BN: tl.constexpr = acc.shape[1]
+    PACK: tl.constexpr = 2 if FMT == "e2m1" else 1
+    V: tl.constexpr = 32 // PACK
+    x = tl.reshape(a.load([0, m0, c // PACK]), (BM, BC // PACK))
+    w = tl.reshape(b.load([e, n0, c // PACK]), (BN, BC // PACK))
+    xs = _load_scales(a_scales, 0, m0, c // V, BM, BC // V)
+    ws = _load_scales(b_scales, e, n0, c // V, BN, BC // V)
+    if DECODE:
+        return tl.dot(_decode(x, xs, PACK == 2), tl.trans(_decode(w, ws, PACK == 2)), acc)
+    else:
+        return tl.dot_scaled(x, xs, FMT, tl.trans(w), ws, FMT, acc)
+
+
+@jit
+def _put(y, acc, e, m0, n0, PARTS: tl.constexpr):
+    """Store a tile, in halves where the staging memory saved buys another stage of loads."""
+    BM: tl.constexpr = acc.shape[0]
+    WIDTH: tl.constexpr = acc.shape[1] // PARTS
+    if PARTS == 2:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, WIDTH)), (0, 2, 1)))
+        y.store([e, m0, n0], tl.reshape(left.to(y.dtype), (1, BM, WIDTH)))
+        y.store([e, m0, n0 + WIDTH], tl.reshape(right.to(y.dtype), (1, BM, WIDTH)))
+    else:
+        y.store([e, m0, n0], tl.reshape(acc.to(y.dtype), (1, BM, WIDTH)))
+
+
+@jit
+def _gemm_kernel(a, b, y, a_scales, b_scales, a_outer, b_outer, counts, E, M, N, C,
+                 KIND: tl.constexpr, FMT: tl.constexpr, DECODE: tl.constexpr, WIDTH: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+                 SPECIALIZE: tl.constexpr):
+    """a, b, y and scales are tensor descriptors of a tile BM x BC, BN x BC, BM x BN each."""
+    WGRAD: tl.constexpr = KIND == "wgrad"
+    start, stop, end = _experts(counts, C if WGRAD else M, E, WIDTH)
+    turn = _turns(counts, stop - start, E) if WGRAD else None
+    cols = tl.cdiv(N, BN)
+    tiles = E * tl.cdiv(M, BM) * cols if WGRAD else tl.max(end, 0) // BM * cols
+    # flatten: the loads of a tile start before the tile before it is stored.
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True,
+                         warp_specialize=SPECIALIZE):
+        n0 = tile % cols * BN
+        e, m0, first, last, steps = _place(tile, cols, turn, start, stop, end, M, C, WGRAD, BM, BC)
+        b_e = 0 if WGRAD else e
+        y_e = e if WGRAD else 0
+        tl.assume(steps > 0)                     # or warps cannot be specialised
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(0, steps):
+            c = first + step * BC
+            if FMT == "bf16":
+                acc = _add_bf16(acc, a, b, b_e, m0, n0, c, first, last, KIND, BC)
+            else:                                # along c padding is zero
+                acc = _add_scaled(acc, a, b, a_scales, b_scales, b_e, m0, n0, c, FMT, DECODE, BC)
+
+        m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+        if a_outer is not None:
+            acc *= tl.load(a_outer + m, mask=m < M, other=0.0)[:, None]
+            acc *= tl.load(b_outer + b_e * N + n, mask=n < N, other=0.0)[None, :]
+        if WGRAD:                                # an expert without rows took another's first step
+            acc = tl.where(first < last, acc, 0.0)
+        else:
+            acc = tl.where((m < last)[:, None], acc, 0.0)
+        _put(y, acc, y_e, m0, n0, PARTS)
+
+    if not WGRAD:                                # the buffer's rows behind the last expert's
+        zeros = tl.zeros((BM, BN), tl.float32)
+        for tile in range(tiles + tl.program_id(0), tl.cdiv(M, BM) * cols, tl.num_programs(0)):
+            _put(y, zeros, 0, tile // cols * BM, tile % cols * BN, PARTS)
+
+
+def _gemm_tile(fmt, kind, N, major):
+    """(BM, BN, BC, parts, warps, stages) for N columns on compute capability major.x. An expert's
+    rows come in 128s, and so do those of a block of scales. Measured on an H200; the block-scaled
+    ones are the largest that fit the tensor memory of a Blackwell with two accumulators."""
+    if fmt == "nvfp4":
+        return 128, 128, 128 if kind == "wgrad" else 256, 1, 4, 4
+    if fmt == "mxfp8":
+        return 128, 128, 128, 1, 4, 4
+    if major not in (9, 10):                     # less shared memory, or no copy engine
+        return 128, 128, 32, 2, 8, 3
+    if kind == "wgrad" or major == 10:
+        return 128, 256, 64, 2, 8, 3
+    if 0 < N % 256 <= 128:                       # half of the last tile would be empty
+        return 128, 128, 64, 1, 4, 6
+    return 128, 256, 64, 2, 8, 4
+
+
+def _gemm_call(a, b, counts, kind, tile=None, decode=False):
+    """(result, grid, arguments, options) of the kernel for two tensors or two Operands."""
+    native = isinstance(a, Operand)
+    fmt = ("nvfp4" if quant.is_fp4(a.fmt) else "mxfp8") if native else "bf16"
+    V, pack = (16, 2) if fmt == "nvfp4" else (32, 1)
+    if native and quant.is_fp4(a.fmt) != quant.is_fp4(b.fmt):
+        raise ValueError(f"{a.fmt} times {b.fmt}: block-scaled tensor cores take two of one format; "
+                         "the emulated backend takes any")
+    if not native and (a.shape[-1] % 8 or b.shape[-1] % 8):
+        raise ValueError(f"operands {tuple(a.shape)} and {tuple(b.shape)}: "
+                         "rows must be a multiple of 16 bytes")
+    if native:
+        a_rows, b_rows = a.codes, b.codes
+        kind = "wgrad" if kind == "wgrad" else "forward"       # turned already
+    else:
+        a_rows, b_rows = (t.contiguous().view(-1, *t.shape[-2:]) for t in (a, b))
+    turn_a, turn_b = kind == "wgrad" and not native, kind != "forward" and not native
+    M, C = a_rows.shape[:0:-1] if turn_a else a_rows.shape[1:]
+    N, C, E = b_rows.shape[2 if turn_b else 1], C * pack, 1 if counts is None else counts.numel()
+    major = torch.cuda.get_device_capability(a_rows.device)[0] if a_rows.is_cuda else 9
+    BM, BN, BC, parts, warps, stages = tile or _gemm_tile(fmt, kind, N, major)
+    y_dtype = torch.float32 if kind == "wgrad" else torch.bfloat16 if native else a.dtype
+    y = torch.empty(E if kind == "wgrad" else 1, M, N, dtype=y_dtype, device=a_rows.device)
+
+    tiled, scales, outer = TensorDescriptor.from_tensor, (None, None), (None, None)
+    if turn_a:
+        x = create_ragged_descriptor(a_rows[0], [BC, BM])
+        w = create_ragged_descriptor(b_rows[0], [BC, BN])
+    else:
+        x = tiled(a_rows, [1, BM, BC // pack])
+        w = tiled(b_rows, [1, BC, BN] if turn_b else [1, BN, BC // pack])
+    if native:
+        scales = (tiled(a.scales, [1, BM // 128, BC // V // 4, 2, 256]),
+                  tiled(b.scales, [1, BN // 128, BC // V // 4, 2, 256]))
+        outer = a.outer, b.outer
+    programs = tiles = y.shape[0] * _ceil(M, BM) * _ceil(N, BN)
+    if not turn_a:           # bf16 wgrad's tiles differ in length: the hardware hands them out best
+        cuda = y.device.type == "cuda"
+        programs = torch.cuda.get_device_properties(y.device).multi_processor_count if cuda else 2
+    args = x, w, tiled(y, [1, BM, BN // parts]), *scales, *outer, counts, E, M, N, C
+    # Triton 3.6 cannot give the roles of a loop with a sum in it to different warps.
+    specialize = native and not decode and not triton.__version__.startswith("3.6.")
+    options = dict(KIND=kind, FMT=dict(bf16="bf16", mxfp8="e4m3", nvfp4="e2m1")[fmt], DECODE=decode,
+                   WIDTH=triton.next_power_of_2(E), BM=BM, BN=BN, BC=BC, PARTS=parts,
+                   SPECIALIZE=specialize, num_warps=warps, num_stages=stages)
+    return y, (min(tiles, programs),), args, options
+
+
+def _grouped_gemm(a, b, counts, kind, **kw):
+    y, grid, args, options = _gemm_call(a, b, counts, kind, **kw)
+    _gemm_kernel[grid](*args, **options)
+    return y if kind == "wgrad" else y[0]
+
+
+def gemm(a, b, counts=None, turned=False):
+    """quant.gemm: Y[R, N] = A[R, K] B[E, N, K]^T, each expert's rows with its own matrix; padding
+    gives zeros. turned: Y[R, K] = A[R, N] B[E, N, K]. bf16, or Operands, whose B comes turned."""
+    if torch.is_tensor(a) and counts is None:
+        return torch.mm(a, b[0] if turned else b[0].T)
+    return _grouped_gemm(a, b, counts, "dgrad" if turned else "forward")
+
+
+def gemm_wgrad(dy, x, counts=None):
+    """quant.gemm_wgrad: dW[E, N, K] = dY[R, N]^T X[R, K] over each expert's real rows, fp32. What
+    lies in padding rows does not matter in bf16; an Operand's padding is zero."""
+    if torch.is_tensor(dy) and counts is None:
+        return torch.mm(dy.T, x, out_dtype=torch.float32)[None]
+    return _grouped_gemm(dy, x, counts, "wgrad")
+
+
+# -------------------------------------------------------------- what the compiler makes of the GEMMs
+# No Blackwell was at hand. What is known of the native kernels is their machine code, which Triton
+# makes on any machine: a tile it cannot map would be upcast, or trap, without an error.
+class _Target:
+    """Triton's driver of a GPU that is not there."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_device(self):
+        return f"sm_{self.arch}"                 # only a key of the kernel's cache
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def compile_gemm(arch, fmt, kind, experts=64, tile=None):
+    """The kernel that is launched for a GEMM in `fmt` on sm_<arch>, compiled but not run; of a dense
+    layer where experts=None. Sizes matter only as multiples of 128."""
+    R, N, K, E = 1024, 256, 512, experts or 1
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def operand(E, M, C):
+        V = FORMATS[fmt].block
+        codes = empty(E, M, C * V // 32, dtype=CODES[V])
+        scales = empty(E, M // 128, C // V // 4, 2, 256, dtype=SCALES[V])
+        return Operand(fmt, codes, scales, empty(E, M, dtype=torch.float32) if V == 16 else None)
+
+    if fmt == "bf16":
+        x, dy, w = empty(R, K), empty(R, N), empty(E, N, K)
+        a, b = dict(forward=(x, w), dgrad=(dy, w), wgrad=(dy, x))[kind]
+    else:
+        a, b = dict(forward=((1, R, K), (E, N, K)), dgrad=((1, R, N), (E, K, N)),
+                    wgrad=((1, N, R), (1, K, R)))[kind]
+        a, b = operand(*a), operand(*b)
+    counts = None if experts is None else empty(E, dtype=torch.int32)
+    tile = tile or _gemm_tile(fmt, kind, N if kind == "forward" else K, arch // 10)
+    _, grid, args, options = _gemm_call(a, b, counts, kind, tile)
+    triton.runtime.driver.set_active(_Target(arch))
+    try:
+        return _gemm_kernel.warmup(*args, grid=grid, **options)
+    finally:
+        if torch.cuda.is_available():
+            triton.runtime.driver.reset_active()
+
+
+def _resources(kernel):
+    """(registers, bytes of stack) a thread: a register that does not fit spills to the stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+                              capture_output=True, text=True, check=True).stdout
+    return tuple(int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))
+
+
+def native_faults(kernel, fmt):
+    """What is wrong with a compiled block-scaled GEMM: sentences, none where all is well."""
+    ptx, meta, (_, stack) = kernel.asm["ptx"], kernel.metadata, _resources(kernel)
+    mma = dict(mxfp8="mxf8f6f4", nvfp4="mxf4nvf4")[fmt]
+
+    def has(pattern):
+        return re.search(pattern, ptx) is not None
+    checks = {
+        f"no block-scaled MMA of kind {mma}": has(rf"tcgen05\.mma\S*kind::{mma}\.block_scale"),
+        "an MMA on upcast numbers": not has(r"kind::(f16|tf32)|wgmma|\bmma\.sync"),
+        "a body that traps": not has(r"\btrap;"),
+        "scales do not go through tcgen05.cp": has(r"tcgen05\.cp"),
+        "codes come by no tensor descriptor": has(r"cp\.async\.bulk\.tensor\.3d\.shared"),
+        "scales come by no tensor descriptor": has(r"cp\.async\.bulk\.tensor\.5d\.shared"),
+        f"{meta.tmem_size} columns of tensor memory, of 512": meta.tmem_size <= 512,
+        f"{meta.shared} bytes of shared memory, of 232448": meta.shared <= 232448,
+        f"{stack} bytes a thread spilled": stack == 0,
+    }
+    return [fault for fault, fine in checks.items() if not fine]
+
+
+def report_native():
+    """Print what the native GEMMs compile to: no GPU needed, about two seconds a line."""
+    print(f"\n{'native GEMM, compiled':30}{'tcgen05.mma':35}{'scales by':12}{'TMEM':>5}{'shared':>8}"
+          f"{'stack':>6}  faults")
+    for arch in (100, 103):
+        for fmt in ("mxfp8", "nvfp4"):
+            for kind, name in (("forward", "forward, dgrad"), ("wgrad", "wgrad")):
+                kernel = compile_gemm(arch, fmt, kind)
+                ptx, meta = kernel.asm["ptx"], kernel.metadata
+                mma = re.search(r"tcgen05\.mma\S*(kind::\S+)", ptx)
+                scales = "tcgen05.cp" if "tcgen05.cp" in ptx else "registers"
+                print(f"{f'sm_{arch} {fmt} {name}':30}{mma[1] if mma else 'none':35}{scales:12}"
+                      f"{meta.tmem_size:5}{meta.shared:8}{_resources(kernel)[1]:6}  "
+                      f"{'; '.join(native_faults(kernel, fmt)) or 'none'}")
 
 
 # ------------------------------------------------------------------------------ what quant.py calls
@@ -839,6 +1196,47 @@ def bench_quantise(rows=131072, cols=2048):
               f"{spread:>26}{bar or '':>7}")
 
 
+# The expert GEMMs of two models: name, experts, their rows in all, and (K, N) of each.
+SHAPES = (("A", 32, 4 * 32768, ((768, 1024), (512, 768))),
+          ("B", 64, 6 * 32768, ((2048, 2816), (1408, 2048))))
+
+
+def gemm_cases(E, T, K, N):
+    """GEMM -> whose -> call, for bf16 experts with uneven shares of T rows: ours, torch's (padding
+    counts, and stays undefined), and cuBLAS's dense one of as many FLOPs."""
+    share = torch.distributions.Dirichlet(torch.full((E,), 8.0)).sample()
+    counts = torch.bincount(torch.multinomial(share, T, replacement=True), minlength=E).int().cuda()
+    R, offs = _ceil(T + E * 127, 128) * 128, ((counts + 127) // 128 * 128).cumsum(0).int()
+    x, dy, w = (torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+                for shape in ((R, K), (R, N), (E, N, K)))
+    torchs = partial(torch._grouped_mm, offs=offs)
+    return dict(
+        forward=dict(ours=partial(gemm, x, w, counts), torch=partial(torchs, x, w.transpose(1, 2)),
+                     cublas=partial(gemm, x[:T], w)),
+        dgrad=dict(ours=partial(gemm, dy, w, counts, turned=True), torch=partial(torchs, dy, w),
+                   cublas=partial(gemm, dy[:T], w, turned=True)),
+        wgrad=dict(ours=partial(gemm_wgrad, dy, x, counts), torch=partial(torchs, dy.T, x),
+                   cublas=partial(gemm_wgrad, dy[:T], x[:T])))
+
+
+def bench_gemm():
+    """Print the speed of each expert GEMM in bf16, and its share of a dense one's by cuBLAS."""
+    torch.manual_seed(0)
+    print(f"\n{'expert GEMM, bf16':44}{'TFLOP/s':>8}{'share of cuBLAS':>26}{'bar':>5}"
+          f"{'torch grouped_mm':>26}")
+    for model, E, T, shapes in SHAPES:
+        for K, N in shapes:
+            for kind, calls in gemm_cases(E, T, K, N).items():
+                seconds, share = interleaved(calls), {}
+                for whose in ("ours", "torch"):
+                    s = sorted(c / t for c, t in zip(seconds["cublas"], seconds[whose]))
+                    share[whose] = f"{statistics.median(s):.3f} ({s[0]:.3f} to {s[-1]:.3f})"
+                tflops = 2 * T * K * N / statistics.median(seconds["ours"]) / 1e12
+                name = f"{model} {kind} T={T} E={E} K={K} N={N}"
+                print(f"{name:44}{tflops:8.0f}{share['ours']:>26}"
+                      f"{0.8 if kind == 'wgrad' else 0.9:5}{share['torch']:>26}")
+
+
 def main():
     parser = argparse.ArgumentParser(description="What this machine is, and how fast the kernels are.")
     parser.add_argument("--bench", action="store_true", help="measure (needs a CUDA GPU)")
@@ -847,11 +1245,14 @@ def main():
     name = torch.cuda.get_device_name() if device == "cuda" else "no CUDA GPU"
     print(f"{name}, torch {torch.__version__}, Triton {triton.__version__ if triton else 'not installed'}")
     print(describe(device))
+    if triton:
+        report_native()
     if args.bench and device == "cpu":
         raise SystemExit("--bench: needs a CUDA GPU")
     if args.bench:
         for cols in (768, 2048):
             bench_quantise(cols=cols)
+        bench_gemm()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ precision against bf16. On a GPU it trains models A and B on random bytes, and g
 """
 import argparse
 import functools
+import gc
 import statistics
 import sys
 import tempfile
@@ -137,6 +138,7 @@ def main():
         for model in args.models:
             for precision in args.precisions:
                 measure_gpu(model, precision, args.repeats)
+                gc.collect()                # a run and its captured step refer to each other
                 torch.cuda.empty_cache()
         return
     train.keep_freed_memory()

@@ -439,6 +439,26 @@ def test_after_an_optimizer_step_the_next_forward_reads_the_new_weights(recipe, 
     assert prepared == [model, fresh]
 
 
+@pytest.mark.parametrize("recipe", quant.RECIPES)
+def test_in_every_recipe_each_parameter_gets_a_gradient(recipe):
+    model, rows = small(recipe), random_bytes(4, 32)
+    F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+    for name, p in model.named_parameters():
+        assert p.grad.isfinite().all() and p.grad.any(), name
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(layers=1), dict(experts=1, top_k=1), dict(top_k=4), dict(kv_heads=2), dict(head_dim=32),
+    dict(shared=2), dict(dense_layers=2), dict(seq_len=1), dict(vocab=17),
+], ids=str)
+def test_shapes_at_the_edge_of_what_is_allowed_train(sizes):
+    model, rows = small(**sizes), random_bytes(4, 32) % 17
+    model(rows).logsumexp(-1).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    model.balance(1e-3)
+    assert model.generate(rows[:, :1], 3)[0].shape == (4, 3)
+
+
 def test_a_step_draws_its_stochastic_rounding_anew():
     model, rows, grads = small(), random_bytes(2, 16), []
     for seed in (1, 2, 1):

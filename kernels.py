@@ -23,6 +23,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch.autograd.function import once_differentiable
 
 import quant
 from quant import FORMATS, Quantized
@@ -457,8 +458,8 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
                 amax = tl.maximum(amax, _row_amax(v, False))
             if tl.max(amax, 0) >= 0x7F800000:      # only now look for the largest finite number
                 amax = tl.zeros((BM,), tl.int32)
-                for k in range(0, SPAN, BK):
-                    v = _load(x, x_scales, x_out, row, base, stride, first + k, left, K, SOURCE, BK,
+                for later in range(0, SPAN, BK):       # a name of its own: k is a constant above
+                    v = _load(x, x_scales, x_out, row, base, stride, first + later, left, K, SOURCE, BK,
                               EVEN, WIDE, FP8)
                     amax = tl.maximum(amax, _row_amax(v, True))
             o = _outer_of(amax)
@@ -707,11 +708,11 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
     return row.values if axis == -1 else col.values
 
 
-def operand(x, fmt, *, native=False, axis=-1, **kw):
+def operand(x, fmt, *, native=False, axis=-1, rounded=False, **kw):
     """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Arguments
-    as in cast. "bf16" means as the tensor is, but for padding along T, which counts as zero."""
+    as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding."""
     plain = torch.is_tensor(x) and not kw.get("swiglu") and kw.get("index") is None
-    if fmt == "bf16" and plain and (axis == -1 or kw.get("counts") is None):
+    if plain and (fmt == "bf16" or rounded and not native):
         return x
     if not native or fmt == "bf16":
         return cast(x, fmt, axis=axis, **kw)
@@ -725,8 +726,10 @@ def operand(x, fmt, *, native=False, axis=-1, **kw):
     return _native(fmt, row if axis == -1 else col, outer)
 
 
-def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, **kw):
+def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rounded=False, **kw):
     """(operand along the rows of x [R, K], operand along T), for MXFP8 in one pass over memory."""
+    if rounded and not native:
+        return x, operand(x, fmt, dtype=dtype, counts=counts, axis=-2, **kw)
     if fmt != "mxfp8":
         return (operand(x, fmt, native=native, dtype=dtype, **kw),
                 operand(x, fmt, native=native, dtype=dtype, counts=counts, axis=-2, **kw))
@@ -1113,6 +1116,50 @@ def report_native():
                       f"{'; '.join(native_faults(kernel, fmt)) or 'none'}")
 
 
+# -------------------------------------------------------------------------------------------- SwiGLU
+@jit
+def _swiglu_kernel(h, dy, out, size, F: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(gate) * up of h [R, 2F] = [gate | up], or, given dy [R, F], its gradient [R, 2F]: both halves
+    from one read, which a compiler makes two of."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    at = i // F * (2 * F) + i % F
+    gate = tl.load(h + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(h + at + F, mask=inside, other=0).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    if dy is None:
+        tl.store(out + i, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
+    else:
+        d = tl.load(dy + i, mask=inside, other=0).to(tl.float32)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + at, (d * up * slope).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + F, (d * gate * sigmoid).to(out.dtype.element_ty), mask=inside)
+
+
+def _swiglu(h, dy, out):
+    F = h.shape[1] // 2
+    _swiglu_kernel[_ceil(h.shape[0] * F, 2048),](h, dy, out, h.shape[0] * F, F=F, BLOCK=2048, num_warps=8)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        return _swiglu(h, None, h.new_empty(h.shape[0], h.shape[1] // 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        h, = ctx.saved_tensors
+        return _swiglu(h, dy.contiguous(), torch.empty_like(h))
+
+
+def swiglu(h):
+    """quant.swiglu of h [R, 2F]."""
+    return _SwiGLU.apply(h.contiguous())
+
+
 # ------------------------------------------------------------------------------ what quant.py calls
 def ops(device):
     """The functions of quant.REFERENCE for the backend that runs on `device`."""
@@ -1120,7 +1167,7 @@ def ops(device):
     if name == "reference":
         return quant.REFERENCE
     native = dict(native=name == "native")
-    return SimpleNamespace(quantize=quantize, cast=cast, weight_outer=weight_outer,
+    return SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_outer=weight_outer,
                            operand=partial(operand, **native),
                            operand_pair=partial(operand_pair, **native),
                            quantize_operand=partial(quantize_operand, **native),

@@ -8,7 +8,7 @@ A GEMM operand is made in one pass over memory. What is written depends on who r
                                       forms the same products: see quant.py)
     reference   CPU                   quant.py itself; nothing here is needed, not even Triton
 
-Letters: E experts (matrices), R rows, K columns, V block size, A x B a tile whose blocks run along B.
+Letters: E experts (matrices), R rows, K columns, V block size, A x B a tile, its blocks along B.
 `python kernels.py` says what this machine is; `python kernels.py --bench` measures it.
 """
 import argparse
@@ -47,7 +47,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 # --------------------------------------------------------------------------------- which backend runs
-NATIVE = ((10, 0), (10, 3))                # compute capabilities whose block-scaled MMA we compile for
+NATIVE = ((10, 0), (10, 3))          # compute capabilities whose block-scaled MMA we compile for
 BACKENDS = ("auto", "native", "emulated", "reference")
 _chosen = "auto"
 
@@ -68,7 +68,7 @@ def _can_run(name, device):
 
 
 def use(name, device=None):
-    """Choose the backend of this process: "auto" takes the first of native, emulated, reference that
+    """Choose the backend of this process: "auto" is the first of native, emulated, reference that
     can run. Raises ValueError with the reason where the one asked for cannot run on `device`."""
     global _chosen
     if name not in BACKENDS:
@@ -109,14 +109,6 @@ def _mix(h):
 
 
 @jit
-def _random_bits(row_hash, cols):
-    """quant.random_bits for row_hash = mix(mix(rows) + mix(seed_bits)) [BM] and cols [BK]."""
-    h = row_hash[:, None] + _mix(cols.to(tl.uint32, bitcast=True) ^ 0x5BD1E995)[None, :]
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    return (h ^ (h >> 15)) * 0x846CA68B
-
-
-@jit
 def _bits(x):
     return x.to(tl.int32, bitcast=True)
 
@@ -150,11 +142,11 @@ def _sign(x):
 def _to_grid(y, draw, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
     """Round 0 <= y <= largest to an element format: (value, code in the low byte).
 
-    y is n steps of its binade. Nearest: next to a large enough power of two fp32 has no bits below a
-    step (or, for the code, below 1), so adding it rounds to nearest, ties to even. Stochastic, up where
-    u < fraction, draw = u * 2^24: in integers with 24 bits after the point, n + 1 - 2^-24 - u is cut.
-    code = n + exponent << MANTISSA, into whose exponent a carry walks by itself. BIAS, part of a number
-    that is added anyway, cancels the exponent of the lowest binade.
+    y is n steps of its binade. Nearest: next to a large enough power of two fp32 has no bits below
+    a step (or, for the code, below 1), so adding it rounds to nearest, ties to even. Stochastic, up
+    where u < fraction, draw = u * 2^24: with 24 bits after the point, n + 1 - 2^-24 - u is cut.
+    code = n + exponent << MANTISSA, into whose exponent a carry walks by itself. BIAS, part of a
+    number that is added anyway, cancels the exponent of the lowest binade.
     """
     BIAS: tl.constexpr = -((EMIN + 127) << MANTISSA) % 256
     binade = tl.maximum(_bits(y) & 0x7F800000, (EMIN + 127) << 23)
@@ -166,14 +158,15 @@ def _to_grid(y, draw, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl
         big = _float(binade + (((23 - MANTISSA) << 23) + 0x400000))
         value = (y + big) - big
         # This product is exact, so that fusing it with the sum changes nothing.
-        n = _bits(y * _float((127 << 23) - (binade - ((127 + MANTISSA) << 23))) + (8388608.0 + BIAS))
+        per_step = _float((127 << 23) - (binade - ((127 + MANTISSA) << 23)))
+        n = _bits(y * per_step + (8388608.0 + BIAS))
     return value, n + (binade >> (23 - MANTISSA))
 
 
 @jit
 def _e4m3(y, draw, STOCHASTIC: tl.constexpr, FP8: tl.constexpr):
-    """(value, code) of |y| <= 448, both signed. FP8: the GPU's own conversion, which rounds alike; the
-    interpreter's does not, and GPUs before 8.9 have none."""
+    """(value, code) of |y| <= 448, both signed. FP8: the GPU's own conversion, which rounds alike;
+    the interpreter's does not, and GPUs before 8.9 have none."""
     if FP8 and not STOCHASTIC:
         q = y.to(tl.float8e4nv)
         return q.to(tl.float32), q.to(tl.uint8, bitcast=True)
@@ -200,12 +193,11 @@ def _outer_of(amax):
 
 
 @jit
-def _row_amax(x, FINITE: tl.constexpr):
-    """Bits of the largest |x| of each row; as integers they order as |x| does, with Inf, NaN above."""
-    bits = tl.reshape(_bits(x) & 0x7FFFFFFF, (x.shape[0], x.shape[1] // 16, 16))
-    if FINITE:
-        bits = tl.where(bits < 0x7F800000, bits, 0)
-    return tl.max(tl.max(bits, 2), 1)
+def _block_amax(x, FINITE: tl.constexpr):
+    """Bits of the largest |x| of each block of x [A, B/V, V]. As integers they order as |x| does,
+    with Inf and NaN above. FINITE: of the finite numbers."""
+    bits = _bits(x) & 0x7FFFFFFF
+    return tl.max(tl.where(bits < 0x7F800000, bits, 0) if FINITE else bits, 2)
 
 
 @jit
@@ -224,7 +216,7 @@ def _nvfp4_scales(amax, outer, UP: tl.constexpr, GIVEN: tl.constexpr, FP8: tl.co
     if GIVEN:
         s = tl.math.div_rn(s, outer)
     else:
-        s = s * _float((254 << 23) - _bits(outer))      # our own power of two: a product is exact too
+        s = s * _float((254 << 23) - _bits(outer))       # our own power of two: as exact
     s, byte = _e4m3(tl.minimum(s, 448.0), 0, UP, FP8)           # up: above, however small the rest
     bad = amax >= 0x7F800000
     s = tl.where(bad, float("nan"), s)
@@ -258,32 +250,35 @@ def _decode_e8m0(byte):
 
 # ------------------------------------------------------------------------------------ the one kernel
 @jit
-def _gather(p, row, base, width, k, COLUMNS: tl.constexpr, left, EVEN: tl.constexpr,
-            VECTOR: tl.constexpr):
-    """Load columns k of some rows of a matrix with `width` numbers a row, VECTOR of them to a thread."""
+def _gather(p, at, width, k, COLUMNS: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr):
+    """Load columns k of the rows `at` of a matrix with `width` numbers a row, VECTOR to a thread at
+    once. at: (row numbers, where they count from, how many are there)."""
+    row, base, left = at
     p = tl.max_contiguous(p + base * width + row[:, None] * width + k[None, :], (1, VECTOR))
     if EVEN:
         return tl.load(p)
-    return tl.load(p, mask=(tl.arange(0, row.shape[0]) < left)[:, None] & (k < COLUMNS)[None, :], other=0)
+    here = tl.arange(0, row.shape[0]) < left
+    return tl.load(p, mask=here[:, None] & (k < COLUMNS)[None, :], other=0)
 
 
 @jit
-def _fp32_pairs(p, row, base, width, k0, BK: tl.constexpr, K: tl.constexpr, left, EVEN: tl.constexpr,
-                WIDE: tl.constexpr):
-    """fp32 [rows, BK] from column k0 of a bf16 matrix, read as pairs: either number is a shift or a mask
-    away from fp32. WIDE: a thread has 16 numbers in a row, a whole block of NVFP4, instead of 8."""
+def _unpair(w):
+    """fp32 [A, 2B] of pairs of bf16 [A, B]: either number is a shift or a mask away."""
+    return tl.interleave(_float(w << 16), _float(w & -65536))
+
+
+@jit
+def _load_bf16(p, at, width, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr,
+               EVEN: tl.constexpr, WIDE: tl.constexpr):
+    """fp32 [BM, BK] from column k0 of a bf16 matrix with `width` pairs a row. WIDE: a thread has 16
+    numbers in a row, a whole block of NVFP4, instead of the 8 that one load brings."""
     if WIDE:
         j = tl.arange(0, BK // 4)
-        k = k0 // 2 + j // 4 * 8 + j % 4                  # the first half of each block
-        w = _gather(p, row, base, width, k, K // 2, left, EVEN, 4)
-        a = tl.interleave(_float(w << 16), _float(w & -65536))
-        w = _gather(p, row, base, width, k + 4, K // 2, left, EVEN, 4)
-        b = tl.interleave(_float(w << 16), _float(w & -65536))
-        a = tl.reshape(a, (row.shape[0], BK // 16, 8))
-        b = tl.reshape(b, (row.shape[0], BK // 16, 8))
-        return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), (row.shape[0], BK))
-    w = _gather(p, row, base, width, k0 // 2 + tl.arange(0, BK // 2), K // 2, left, EVEN, 4)
-    return tl.interleave(_float(w << 16), _float(w & -65536))
+        k = k0 // 2 + j // 4 * 8 + j % 4                             # the first half of each block
+        a = tl.reshape(_unpair(_gather(p, at, width, k, K // 2, EVEN, 4)), (BM, BK // 16, 8))
+        b = tl.reshape(_unpair(_gather(p, at, width, k + 4, K // 2, EVEN, 4)), (BM, BK // 16, 8))
+        return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), (BM, BK))
+    return _unpair(_gather(p, at, width, k0 // 2 + tl.arange(0, BK // 2), K // 2, EVEN, 4))
 
 
 @jit
@@ -293,39 +288,38 @@ def _bf16(x):
 
 
 @jit
-def _load(x, x_scales, outer, row, base, stride, k0, left, K: tl.constexpr, SOURCE: tl.constexpr,
-          BK: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr):
-    """fp32 [rows, BK] of the source from column k0: as it is, silu(gate) * up, or decoded."""
-    BM: tl.constexpr = row.shape[0]
+def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr,
+          EVEN: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr):
+    """fp32 [BM, BK] of the source from column k0: as it is, silu(gate) * up, or decoded."""
+    x, scales, outer, stride = source
     if SOURCE == "bf16":
-        return _fp32_pairs(x, row, base, stride, k0, BK, K, left, EVEN, WIDE)
+        return _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
     elif SOURCE == "swiglu":                               # two roundings to bf16, as in the model
-        gate = _fp32_pairs(x, row, base, stride, k0, BK, K, left, EVEN, WIDE)
-        up = _fp32_pairs(x + K // 2, row, base, stride, k0, BK, K, left, EVEN, WIDE)
+        gate = _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
+        up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
         return _bf16(_bf16(tl.math.div_rn(gate, 1 + tl.exp(-gate))) * up)
     elif SOURCE == "mxfp8":
-        codes = _gather(x, row, base, K, k0 + tl.arange(0, BK), K, left, EVEN, 8)
+        v = _decode_e4m3(_gather(x, at, K, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
         k = k0 // 32 + tl.arange(0, BK // 32)
-        scale = _decode_e8m0(_gather(x_scales, row, base, K // 32, k, K // 32, left, EVEN, 1))
-        v = tl.reshape(_decode_e4m3(codes, FP8), (BM, BK // 32, 32))
-        return tl.reshape(v * scale[:, :, None], (BM, BK))
+        scale = _decode_e8m0(_gather(scales, at, K // 32, k, K // 32, EVEN, 1))
+        return tl.reshape(tl.reshape(v, (BM, BK // 32, 32)) * scale[:, :, None], (BM, BK))
     elif SOURCE == "nvfp4":
-        k = k0 // 2 + tl.arange(0, BK // 2)
-        b = _gather(x, row, base, K // 2, k, K // 2, left, EVEN, 4).to(tl.int32)
-        k = k0 // 16 + tl.arange(0, BK // 16)
-        scale = _decode_e4m3(_gather(x_scales, row, base, K // 16, k, K // 16, left, EVEN, 1), FP8)
+        b = _gather(x, at, K // 2, k0 // 2 + tl.arange(0, BK // 2), K // 2, EVEN, 4).to(tl.int32)
         v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
-        v = tl.reshape(v, (BM, BK // 16, 16)) * (scale * outer[:, None])[:, :, None]
-        return tl.reshape(v, (BM, BK))
+        k = k0 // 16 + tl.arange(0, BK // 16)
+        scale = _decode_e4m3(_gather(scales, at, K // 16, k, K // 16, EVEN, 1), FP8)
+        row, base, left = at
+        scale *= tl.load(outer + base + row, mask=tl.arange(0, BM) < left, other=0)[:, None]
+        return tl.reshape(tl.reshape(v, (BM, BK // 16, 16)) * scale[:, :, None], (BM, BK))
     else:
-        return _gather(x, row, base, stride, k0 + tl.arange(0, BK), K, left, EVEN, 8).to(tl.float32)
+        return _gather(x, at, stride, k0 + tl.arange(0, BK), K, EVEN, 8).to(tl.float32)
 
 
 @jit
 def _store(out, value, e, i0, j0, I, J, ROWWISE: tl.constexpr, EVEN: tl.constexpr,
            VECTOR: tl.constexpr):
-    """Store a tile at (i0, j0) of matrix e of out [E, I, J], or [E, J, I] where not ROWWISE. VECTOR: no
-    thread stores more at once, so that it can be the thread that computed it."""
+    """Store a tile at (i0, j0) of matrix e of out [E, I, J], or [E, J, I] if not ROWWISE. VECTOR:
+    no thread stores more at once, so that it can be the thread that computed it."""
     i, j = tl.arange(0, value.shape[0])[:, None], tl.arange(0, value.shape[1])[None, :]
     out = out + e * I * J
     if ROWWISE:
@@ -341,7 +335,7 @@ def _store(out, value, e, i0, j0, I, J, ROWWISE: tl.constexpr, EVEN: tl.constexp
 
 @jit
 def _store_blocked(out, byte, e, i0, j0, I, J, EVEN: tl.constexpr):
-    """Store block scales [A, B] at (i0, j0) in the layout [E, I/128, J/4, 2, 256] of the tensor core:
+    """Store block scales [A, B] at (i0, j0) in the tensor core's layout [E, I/128, J/4, 2, 256]:
     atoms of 128 rows x 4 scales, in which row r, scale c lies at (r % 32) * 16 + r / 32 * 4 + c."""
     i, j = i0 + tl.arange(0, byte.shape[0])[:, None], j0 + tl.arange(0, byte.shape[1])[None, :]
     width = (J + 3) // 4
@@ -354,9 +348,24 @@ def _store_blocked(out, byte, e, i0, j0, I, J, EVEN: tl.constexpr):
 
 
 @jit
-def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: tl.constexpr,
+def _store_codes(codes, code, x, e, i0, j0, I, J, FMT: tl.constexpr, ACROSS: tl.constexpr,
+                 EVEN: tl.constexpr, VECTOR: tl.constexpr):
+    """Store codes [A, B/V, V]; E2M1's get the signs of x and share bytes, the even one low."""
+    A: tl.constexpr = code.shape[0]
+    B: tl.constexpr = code.shape[1] * code.shape[2]
+    if FMT == "mxfp8":
+        _store(codes, tl.reshape(code, (A, B)), e, i0, j0, I, J, ACROSS, EVEN, VECTOR)
+    else:
+        low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))
+        low_x, high_x = tl.split(tl.reshape(_bits(x), (A, B // 2, 2)))
+        code = low + (high << 4) | (low_x >> 28 & 8) | (high_x >> 24 & 0x80)
+        _store(codes, code.to(tl.uint8), e, i0, j0 // 2, I, J // 2, ACROSS, EVEN, VECTOR)
+
+
+@jit
+def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: tl.constexpr,
           ROWWISE: tl.constexpr, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr,
-          NUMBERS: tl.constexpr, FP8: tl.constexpr):
+          WIDE: tl.constexpr, FP8: tl.constexpr):
     """Round a tile x [A, B], blocks along B, and store what is asked for (what is not None)."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
@@ -364,44 +373,80 @@ def _emit(x, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: 
         _store(values, x, e, i0, j0, I, J, ROWWISE, EVEN, 8)
     else:
         V: tl.constexpr = 32 if FMT == "mxfp8" else 16
-        xb = tl.reshape(x, (A, B // V, V))
-        amax = tl.max(_bits(xb) & 0x7FFFFFFF, 2)                        # [A, B/V]
+        x = tl.reshape(x, (A, B // V, V))
+        if amax is None:
+            amax = _block_amax(x, False)                                # [A, B/V]
         if FMT == "mxfp8":
             byte, scale, inverse = _mxfp8_scales(amax)
         else:
             byte, scale, inverse = _nvfp4_scales(amax, outer[:, None], STOCHASTIC, GIVEN, FP8)
-        y = xb * inverse[:, :, None]
+        y = x * inverse[:, :, None]
         u = tl.reshape(draw, (A, B // V, V)) if STOCHASTIC else None
-        # A number is above the largest element only where its scale was rounded down. In a block with
-        # NaN or Inf magnitudes are 0: of a NaN and a number the minimum is the number. It also stands
-        # between x * inverse and the sums of the rounding, which fused would round once.
+        # A number is above the largest element only where its scale was rounded down. In a block
+        # with NaN or Inf magnitudes are 0: of a NaN and a number the minimum is the number. It also
+        # stands between x * inverse and the sums of the rounding, which fused would round once.
         limit = tl.where(amax >= 0x7F800000, 0.0, 448.0 if FMT == "mxfp8" else 6.0)[:, :, None]
         if FMT == "mxfp8":
-            if codes is not None or STOCHASTIC:
-                y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(xb))
+            if codes is not None:
+                y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(x))
             v, code = _e4m3(y, u, STOCHASTIC, FP8)
         else:
             v, code = _e2m1(tl.minimum(tl.abs(y), limit), u, STOCHASTIC)
-            v = _float(_bits(v) | _sign(xb))
+            v = _float(_bits(v) | _sign(x))
         if values is not None:
             v = tl.reshape(v * scale[:, :, None], (A, B))
             _store(values, v, e, i0, j0, I, J, ROWWISE, EVEN, 8)
         if codes is not None:
-            ACROSS: tl.constexpr = ROWWISE or blocked is not None      # native: the contracted axis last
-            TURNED: tl.constexpr = ACROSS and not ROWWISE
-            PACK: tl.constexpr = 32 // V
-            VECTOR: tl.constexpr = 16 if TURNED else NUMBERS // PACK if ROWWISE else NUMBERS
-            if FMT == "mxfp8":
-                _store(codes, tl.reshape(code, (A, B)), e, i0, j0, I, J, ACROSS, EVEN, VECTOR)
-            else:
-                low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))
-                low_x, high_x = tl.split(tl.reshape(_bits(xb), (A, B // 2, 2)))
-                code = low + (high << 4) | (low_x >> 28 & 8) | (high_x >> 24 & 0x80)
-                _store(codes, code.to(tl.uint8), e, i0, j0 // 2, I, J // 2, ACROSS, EVEN, VECTOR)
+            # A native GEMM reads the contracted axis last, so that columns have to be turned.
+            TURNED: tl.constexpr = blocked is not None and not ROWWISE
+            VECTOR: tl.constexpr = 16 if TURNED else (16 if WIDE else 8) * V // 32 if ROWWISE else 8
+            _store_codes(codes, code, x, e, i0, j0, I, J, FMT, ROWWISE or TURNED, EVEN, VECTOR)
         if scales is not None:
             _store(scales, byte, e, i0, j0 // V, I, J // V, ROWWISE, EVEN, 16)
         if blocked is not None:
             _store_blocked(blocked, byte, e, i0, j0 // V, I, J // V, EVEN)
+
+
+@jit
+def _whole_rows(source, at, first, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
+                K: tl.constexpr, SOURCE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+                FP8: tl.constexpr):
+    """A look at whole rows: (their own outer scales, block amaxes of each chunk). What reads them
+    again finds them in a cache."""
+    amaxes = ()
+    top = tl.zeros((BM,), tl.int32)
+    for i in tl.static_range(CHUNKS):
+        x = _load(source, at, first + i * BK, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
+        amax = _block_amax(tl.reshape(x, (BM, BK // 16, 16)), False)
+        amaxes = amaxes + (amax,)
+        top = tl.maximum(top, tl.max(amax, 1))
+    if tl.max(top, 0) >= 0x7F800000:                # only now look for the largest finite number
+        top = tl.zeros((BM,), tl.int32)
+        for k in range(0, CHUNKS * BK, BK):
+            x = _load(source, at, first + k, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
+            amax = _block_amax(tl.reshape(x, (BM, BK // 16, 16)), True)
+            top = tl.maximum(top, tl.max(amax, 1))
+    return _outer_of(top), amaxes
+
+
+@jit
+def _row_hash(rows, here, left, seed_hash, BM: tl.constexpr):
+    """The rows' part of quant.random_bits; by default a row's name is its place."""
+    name = (here + tl.arange(0, BM)).to(tl.int32)
+    if rows is not None:
+        name = tl.load(rows + here + tl.arange(0, BM), mask=tl.arange(0, BM) < left, other=0)
+    return _mix(_mix(name.to(tl.uint32, bitcast=True)) + seed_hash)
+
+
+@jit
+def _draw(row_hash, cols, k0, BK: tl.constexpr, K: tl.constexpr):
+    """quant.uniform * 2^24 of a tile of numbers."""
+    c = k0.to(tl.int32) + tl.arange(0, BK)
+    if cols is not None:
+        c = tl.load(cols + c, mask=c < K, other=0)
+    h = row_hash[:, None] + _mix(c.to(tl.uint32, bitcast=True) ^ 0x5BD1E995)[None, :]
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    return (((h ^ (h >> 15)) * 0x846CA68B) >> 8).to(tl.int32)
 
 
 @jit
@@ -412,94 +457,68 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
                   COL: tl.constexpr, STOCHASTIC: tl.constexpr, OUTER: tl.constexpr,
                   WIDTH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
                   EVEN: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr):
-    """Read rows of x [E, R, K] once; write them rounded along K (format ROW), along R (COL) or both.
+    """Read rows of x [E, R, K] once; write them rounded along K (format ROW), R (COL) or both.
 
-    A program has CHUNKS times BK columns and goes down the rows, BM at a time. x is a tensor, [gate |
-    up] halves, or a packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by
-    expert, padding counts as zero. OUTER: "own" computes each row's outer scale and stores it, "given"
-    loads it.
+    A program has CHUNKS times BK columns and goes down the rows, BM at a time. x is a tensor, [gate
+    | up] halves, or a packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by
+    expert, padding counts as zero. OUTER: "own" computes each row's outer scale and stores it,
+    "given" loads it.
     """
-    SPAN: tl.constexpr = CHUNKS * BK
-    ACROSS: tl.constexpr = (K + SPAN - 1) // SPAN
-    WIDE: tl.constexpr = COL is None and ROW != "bf16" and BK >= 16
-    first = (tl.program_id(0) % ACROSS).to(tl.int64) * SPAN
+    ACROSS: tl.constexpr = (K + CHUNKS * BK - 1) // (CHUNKS * BK)
+    WIDE: tl.constexpr = COL is None and ROW != "bf16"
+    first = (tl.program_id(0) % ACROSS).to(tl.int64) * (CHUNKS * BK)
     r = tl.arange(0, BM)
-    if counts is not None:                # each group's first row and the end of its real rows
-        g = tl.arange(0, WIDTH)
-        n = tl.load(counts + g, mask=g < groups, other=0)
-        start = tl.cumsum((n + 127) // 128 * 128, 0) - (n + 127) // 128 * 128
-        end = start + n
+    if counts is not None:
+        start, stop, end = _experts(counts, R, groups, WIDTH)
     if STOCHASTIC:
         s = _mix(tl.load(seed).to(tl.uint32, bitcast=True))       # a replayed graph draws anew
-        s = _mix((s.to(tl.int32, bitcast=True) + stream).to(tl.uint32, bitcast=True))
+        seed_hash = _mix((s.to(tl.int32, bitcast=True) + stream).to(tl.uint32, bitcast=True))
 
     down = tl.cdiv(R, BM)
     for t in tl.range(tl.program_id(0) // ACROSS, E * down, tl.num_programs(0) // ACROSS,
                       num_stages=STAGES):
         e = (t // down).to(tl.int64)
         r0 = (t % down).to(tl.int64) * BM
-        left = (R - r0).to(tl.int32)
         here = e * R + r0                                   # this tile's first row among all rows
-        row, base = r, here
+        left = (R - r0).to(tl.int32)
+        at = (r, here, left)
         if index is not None:
-            row = tl.load(index + here + r, mask=r < left, other=0).to(tl.int64)
-            base = e * 0
-        x_out = tl.load(x_outer + base + row, mask=r < left, other=0) if SOURCE == "nvfp4" else None
-        real = BM
-        if counts is not None:
-            real = (tl.max(tl.where(start <= r0, end, 0), 0) - r0).to(tl.int32)
-
-        o = None
-        if OUTER == "own":                     # a look at whole rows; what follows finds them in a cache
-            amax = tl.zeros((BM,), tl.int32)
-            for k in tl.static_range(0, SPAN, BK):
-                v = _load(x, x_scales, x_out, row, base, stride, first + k, left, K, SOURCE, BK, EVEN,
-                          WIDE, FP8)
-                amax = tl.maximum(amax, _row_amax(v, False))
-            if tl.max(amax, 0) >= 0x7F800000:      # only now look for the largest finite number
-                amax = tl.zeros((BM,), tl.int32)
-                for later in range(0, SPAN, BK):       # a name of its own: k is a constant above
-                    v = _load(x, x_scales, x_out, row, base, stride, first + later, left, K, SOURCE, BK,
-                              EVEN, WIDE, FP8)
-                    amax = tl.maximum(amax, _row_amax(v, True))
-            o = _outer_of(amax)
+            at = (tl.load(index + here + r, mask=r < left, other=0).to(tl.int64), e * 0, left)
+        source = (x, x_scales, x_outer, stride)
+        if OUTER == "own":
+            o, amaxes = _whole_rows(source, at, first, BM, BK, CHUNKS, K, SOURCE, EVEN, WIDE, FP8)
             tl.store(outer + here + r, o, mask=r < left)
         elif OUTER == "given" and ROW is not None:
             o = tl.load(outer + here + r, mask=r < left, other=1.0)
-        if STOCHASTIC:
-            name = (here + r).to(tl.int32)
-            if rows is not None:
-                name = tl.load(rows + here + r, mask=r < left, other=0)
-            row_hash = _mix(_mix(name.to(tl.uint32, bitcast=True)) + s)
+        else:
+            o = None
 
-        for k in range(0, SPAN, BK):
-            k0 = first + k
-            v = _load(x, x_scales, x_out, row, base, stride, k0, left, K, SOURCE, BK, EVEN, WIDE, FP8)
+        for i in tl.static_range(CHUNKS):
+            k0 = first + i * BK
+            v = _load(source, at, k0, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
             if counts is not None:         # after the load, so that neither waits for the other
+                real = (tl.max(tl.where(start <= r0, stop, 0), 0) - r0).to(tl.int32)
                 if real < BM:
                     v = tl.where((r < real)[:, None], v, 0.0)
-            draw = None
-            turned = None
+            draw, turned = None, None
             if STOCHASTIC:
-                c = k0.to(tl.int32) + tl.arange(0, BK)
-                if cols is not None:
-                    c = tl.load(cols + c, mask=c < K, other=0)
-                draw = (_random_bits(row_hash, c) >> 8).to(tl.int32)
+                draw = _draw(_row_hash(rows, here, left, seed_hash, BM), cols, k0, BK, K)
                 turned = tl.trans(draw)
             if ROW is not None:
-                _emit(v, draw, o, row_codes, row_scales, row_blocked, row_values, e, r0, k0, R, K,
-                      ROW, True, STOCHASTIC, OUTER == "given", EVEN, 16 if WIDE else 8, FP8)
+                _emit(v, amaxes[i] if OUTER == "own" else None, draw, o, row_codes, row_scales,
+                      row_blocked, row_values, e, r0, k0, R, K, ROW, True, STOCHASTIC,
+                      OUTER == "given", EVEN, WIDE, FP8)
             if COL is not None:
                 if OUTER == "given":
-                    j = k0 + tl.arange(0, BK)
-                    o = tl.load(outer + e * K + j, mask=j < K, other=1.0)
-                _emit(tl.trans(v), turned, o, col_codes, col_scales, col_blocked, col_values, e,
-                      k0, r0, K, R, COL, False, STOCHASTIC, True, EVEN, 8, FP8)
+                    c = k0 + tl.arange(0, BK)
+                    o = tl.load(outer + e * K + c, mask=c < K, other=1.0)
+                _emit(tl.trans(v), None, turned, o, col_codes, col_scales, col_blocked,
+                      col_values, e, k0, r0, K, R, COL, False, STOCHASTIC, True, EVEN, False, FP8)
 
 
 @jit
 def _amax_kernel(w, amax, size, BLOCK: tl.constexpr):
-    """The largest finite |w| of each matrix; as integers, whose maximum knows no order of summation."""
+    """Bits of the largest finite |w| of each matrix: of integers, in any order the same."""
     e = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b = _bits(tl.load(w + e * size + i, mask=i < size, other=0.0).to(tl.float32)) & 0x7FFFFFFF
@@ -521,13 +540,20 @@ class Operand:
 CODES = {32: torch.float8_e4m3fn, 16: torch.uint8}             # by block size
 SCALES = {32: torch.uint8, 16: torch.float8_e4m3fn}
 
-# (rows, columns, warps) of a tile, by what is written: along rows, along columns, both, or along rows
-# by a program that sees whole rows because it computes their outer scale.
-TILES = dict(row=(32, 128, 4, 2), column=(32, 64, 2, 2), both=(32, 64, 2, 2), own=(4, 256, 4, 2))
-
-
-OVERSUBSCRIBE = 16
-MAXNREG = None
+# Shape of a program by what it writes, "random" if it draws: rows and columns of a step, warps,
+# stages of the pipeline that loads ahead (None: none), and warps a multiprocessor before programs
+# take several steps (EACH: never, a program for each). Chosen by measuring on an H200.
+EACH = 1 << 20
+TILES = {
+    "row": (4, 256, 1, None, EACH),                 # along rows
+    "row random": (16, 128, 1, 3, 32),
+    "own": (1, 512, 1, None, EACH),                 # along rows whose outer scale is computed first
+    "own random": (8, 512, 4, None, EACH),
+    "column": (32, 64, 1, 2, EACH),                 # along columns
+    "column random": (32, 64, 1, 3, 32),
+    "both": (32, 128, 2, 3, 32),
+    "both random": (32, 64, 2, 4, 32),
+}
 
 
 def _ceil(a, b):
@@ -538,11 +564,21 @@ def _has_fp8(device):
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _programs(device, warps):
-    """Programs that fill the GPU."""
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count * OVERSUBSCRIBE // warps
+def _tile(kind, random, K):
+    """TILES for rows of K numbers; whole rows are cut into few chunks, equal ones if possible."""
+    BM, BK, warps, stages, fill = TILES[kind + " random" * random]
+    if kind != "own":
+        return BM, BK, 1, warps, stages, fill
+    columns = max(min(BK, K & -K), triton.next_power_of_2(_ceil(K, 12)), 32)
+    return max(1, BM * BK // columns), columns, _ceil(K, columns), warps, stages, fill
+
+
+def _programs(device, steps, across, warps, fill):
+    """How many programs share the steps; `across` of them stand side by side."""
+    processors = 4
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return across * min(steps, max(1, processors * fill // warps // across))
 
 
 def _check(shape, fmt, axis, rounding):
@@ -555,12 +591,12 @@ def _check(shape, fmt, axis, rounding):
     block = 1 if fmt == "bf16" else FORMATS[fmt].block
     for a in (-1, -2) if axis == "both" else (axis,):
         if shape[a] % block:
-            raise ValueError(f"a tensor of shape {tuple(shape)} has no whole blocks of {block} along "
-                             f"axis {a}, as {fmt} needs")
+            raise ValueError(f"a tensor of shape {tuple(shape)} has no whole blocks of {block} "
+                             f"along axis {a}, as {fmt} needs")
 
 
 def _source(x, swiglu):
-    """(kind, numbers, scales, outer, stride of a row, shape of the values) of what a kernel reads."""
+    """What the kernel reads: (kind, numbers, scales, outer, stride of a row, shape as numbers)."""
     if isinstance(x, Quantized):
         kind = "nvfp4" if quant.is_fp4(x.fmt) else "mxfp8"
         shape = (*x.codes.shape[:-1], x.scales.shape[-1] * FORMATS[x.fmt].block)
@@ -610,7 +646,8 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
     if axis == "both" or not quant.is_fp4(fmt) or (outer is None and axis == -1):
         return None
     if outer is None:
-        x = _run(x, "bf16", -1, ("values",), counts=counts, swiglu=swiglu, dtype=torch.float32)[0].values
+        kw = dict(counts=counts, swiglu=swiglu, dtype=torch.float32)
+        x = _run(x, "bf16", -1, ("values",), **kw)[0].values
         outer = quant.weight_outer(x.movedim(-1, -2)[..., None, :], fmt)[..., 0]
     device = x.codes.device if isinstance(x, Quantized) else x.device
     outer = torch.as_tensor(outer, dtype=torch.float32, device=device)
@@ -633,29 +670,28 @@ def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=tor
         outer = given
     row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype)
                 for a in (-1, -2))
-    base, stream = quant.fold(seed)
-    if rounding == "stochastic" and not (torch.is_tensor(base) and base.device == device):
+    random, (base, stream) = rounding == "stochastic", quant.fold(seed)
+    if random and not (torch.is_tensor(base) and base.device == device):
         base = torch.full((), int(base), dtype=torch.int32, device=device)     # no host sync
     *lead, R, K = shape
     E = math.prod(lead)
     if row.blocked is None and axis == -1:
         E, R = 1, E * R
-    BM, BK, warps, stages = TILES["own" if own else {-1: "row", -2: "column", "both": "both"}[axis]]
-    if own:                                                   # whole rows in a few chunks
-        BK = max(min(BK, K & -K), triton.next_power_of_2(_ceil(K, 12)), 32)
-    chunks = _ceil(K, BK) if own else 1
-    across = _ceil(K, BK * chunks)
-    grid = (across * min(E * _ceil(R, BM), max(1, _programs(device, warps) // across)),)
-    _round_kernel[grid](
+    kind = "own" if own else {-1: "row", -2: "column", "both": "both"}[axis]
+    BM, BK, chunks, warps, stages, fill = _tile(kind, random, K)
+    programs = _programs(device, E * _ceil(R, BM), _ceil(K, BK * chunks), warps, fill)
+    groups = 0 if counts is None else counts.numel()
+    _round_kernel[programs,](
         data, scales, x_outer, index, counts, *(t if t is None else t.int() for t in (rows, cols)),
-        base if rounding == "stochastic" else None, stream, outer if own or outer is None else outer.contiguous(),
-        row.codes, row.scales, row.blocked, row.values, col.codes, col.scales, col.blocked, col.values,
-        E, R, stride, 0 if counts is None else counts.numel(), K=K, SOURCE=source,
-        ROW=None if axis == -2 else fmt, COL=None if axis == -1 else fmt,
-        STOCHASTIC=rounding == "stochastic", OUTER="own" if own else None if given is None else "given",
-        WIDTH=1 if counts is None else triton.next_power_of_2(counts.numel()),
+        base if random else None, stream, outer if outer is None else outer.contiguous(),
+        row.codes, row.scales, row.blocked, row.values,
+        col.codes, col.scales, col.blocked, col.values,
+        E, R, stride, groups, K=K, SOURCE=source, ROW=None if axis == -2 else fmt,
+        COL=None if axis == -1 else fmt, STOCHASTIC=random,
+        OUTER="own" if own else None if given is None else "given",
+        WIDTH=triton.next_power_of_2(max(groups, 1)),
         BM=BM, BK=BK, CHUNKS=chunks, EVEN=R % BM == 0 and K % BK == 0, FP8=_has_fp8(device),
-        STAGES=stages, num_warps=warps, maxnreg=MAXNREG)
+        STAGES=stages, num_warps=warps)
     return row, col, outer
 
 
@@ -694,7 +730,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
     reads, and what the numbers on a wire decode to.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
-    rounding, seed, outer, rows, cols: as in quantize. counts: int32 [E] real rows of x [R, K] sorted
+    rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K] sorted
     by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
     swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded.
     """
@@ -709,7 +745,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
 
 
 def operand(x, fmt, *, native=False, axis=-1, rounded=False, **kw):
-    """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Arguments
+    """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Options
     as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding."""
     plain = torch.is_tensor(x) and not kw.get("swiglu") and kw.get("index") is None
     if plain and (fmt == "bf16" or rounded and not native):
@@ -720,8 +756,8 @@ def operand(x, fmt, *, native=False, axis=-1, rounded=False, **kw):
     if axis == -1 and fmt not in ("mxfp8", "nvfp4") and plain:
         x = quant.quantize(x, fmt, **{name: kw[name] for name in kw if name != "counts"})
     if axis == -1 and isinstance(x, Quantized) and kw.get("index") is None:
-        packed = SimpleNamespace(codes=x.codes, blocked=blocked(x.scales.view(-1, *x.scales.shape[-2:])))
-        return _native(x.fmt, packed, x.outer)
+        scales = x.scales.view(-1, *x.scales.shape[-2:])
+        return _native(x.fmt, SimpleNamespace(codes=x.codes, blocked=blocked(scales)), x.outer)
     row, col, outer = _run(x, fmt, axis, ("native",), **kw)
     return _native(fmt, row if axis == -1 else col, outer)
 
@@ -733,21 +769,27 @@ def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rou
     if fmt != "mxfp8":
         return (operand(x, fmt, native=native, dtype=dtype, **kw),
                 operand(x, fmt, native=native, dtype=dtype, counts=counts, axis=-2, **kw))
-    want = "native" if native else "values"
-    row, col, _ = _run(x, fmt, "both", (want,), counts=counts, dtype=dtype or torch.bfloat16, **kw)
-    return (_native(fmt, row, None), _native(fmt, col, None)) if native else (row.values, col.values)
+    want, dtype = "native" if native else "values", dtype or torch.bfloat16
+    row, col, _ = _run(x, fmt, "both", (want,), counts=counts, dtype=dtype, **kw)
+    if native:
+        return _native(fmt, row, None), _native(fmt, col, None)
+    return row.values, col.values
 
 
 def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, **kw):
-    """(quantize(x, fmt), operand(x, fmt)) in one pass: a forward GEMM reads the one, backward keeps the
-    other. Arguments as in cast, axis = -1."""
-    row, _, outer = _run(x, fmt, -1, ("packed", "native" if native else "values"), dtype=dtype, **kw)
+    """(quantize(x, fmt), operand(x, fmt)) in one pass: backward keeps the one, a forward GEMM reads
+    the other. Arguments as in cast, axis = -1."""
+    if fmt not in ("mxfp8", "nvfp4"):
+        q = quant.quantize(x, fmt, **kw)
+        return q, operand(q, fmt, native=native, dtype=dtype)
+    want = ("packed", "native" if native else "values")
+    row, _, outer = _run(x, fmt, -1, want, dtype=dtype, **kw)
     return _packed(fmt, row, outer), _native(fmt, row, outer) if native else row.values
 
 
 def swiglu_operand(h, fmt, **kw):
-    """operand(silu(gate) * up, fmt) for h = [gate | up] without writing the product. It is rounded to
-    bf16 first, as the model does: the same bits as operand(swiglu_operand(h, "bf16"), fmt)."""
+    """operand(silu(gate) * up, fmt) for h = [gate | up] without writing the product. It is rounded
+    to bf16 first, as the model does: the same bits as operand(swiglu_operand(h, "bf16"), fmt)."""
     return operand(h, fmt, swiglu=True, **kw)
 
 
@@ -1186,18 +1228,23 @@ def quantise_cases(rows, cols, device="cuda"):
     return {
         "mxfp8 row, packed": (lambda: quantize(x, "mxfp8"), n * (2 + mx), 0.85),
         "mxfp8 row, values": (lambda: cast(x, "mxfp8"), n * 4, 0.85),
-        "mxfp8 row + column, packed": (lambda: operand_pair(x, "mxfp8", native=True), n * (2 + 2 * mx), 0.85),
-        "mxfp8 row + column, values": (lambda: operand_pair(x, "mxfp8", counts=counts), n * 6, 0.85),
+        "mxfp8 row + column, packed":
+            (lambda: operand_pair(x, "mxfp8", native=True), n * (2 + 2 * mx), None),
+        "mxfp8 row + column, values":
+            (lambda: operand_pair(x, "mxfp8", counts=counts), n * 6, 0.85),
         "mxfp8 column, values": (lambda: cast(x, "mxfp8", axis=-2, counts=counts), n * 4, None),
         "nvfp4 row, packed": (lambda: quantize(x, "nvfp4"), n * (2 + nv) + 4 * rows, 0.85),
         "nvfp4 row, packed + values": (lambda: quantize_operand(x, "nvfp4"), n * (4 + nv), None),
         "nvfp4 decode": (lambda: cast(q, "nvfp4"), n * (2 + nv) + 4 * rows, None),
-        "mxfp8 row, packed, stochastic": (lambda: quantize(x, "mxfp8", **random), n * (2 + mx), 0.65),
+        "mxfp8 row, packed, stochastic":
+            (lambda: quantize(x, "mxfp8", **random), n * (2 + mx), 0.65),
         "mxfp8 row + column, values, stochastic":
             (lambda: operand_pair(x, "mxfp8", counts=counts, **random), n * 6, 0.65),
-        "nvfp4 row, packed, stochastic": (lambda: quantize(x, "nvfp4", **random), n * (2 + nv) + 4 * rows, 0.65),
+        "nvfp4 row, packed, stochastic":
+            (lambda: quantize(x, "nvfp4", **random), n * (2 + nv) + 4 * rows, 0.65),
         "nvfp4 to mxfp8 column, values, stochastic":
-            (lambda: cast(q, "mxfp8", axis=-2, counts=counts, **random), n * (2 + nv) + 4 * rows, None),
+            (lambda: cast(q, "mxfp8", axis=-2, counts=counts, **random),
+             n * (2 + nv) + 4 * rows, None),
     }
 
 
@@ -1231,13 +1278,16 @@ def bench_quantise(rows=131072, cols=2048):
     """Print each quantise kernel's bandwidth and its share of that of a copy of as many bytes."""
     cases, functions = quantise_cases(rows, cols), {}
     for name, (f, size, _) in cases.items():
-        a, b = (torch.empty(int(size) // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
-        functions[name], functions[name, "copy"] = f, partial(b.copy_, a)
+        # Copies of some sizes are slow for no reason of ours: the faster of two kinds counts.
+        a, b = torch.empty(2, int(size) // 4 + 5 * 65536, dtype=torch.int16, device="cuda")
+        functions[name] = f
+        functions[name, 0], functions[name, 1] = partial(b.copy_, a), partial(torch.neg, a, out=b)
     seconds = interleaved(functions)
     print(f"\n{rows} x {cols} bf16, n = {len(seconds[next(iter(cases))])}, median (lowest to highest)")
     print(f"{'kernel':44}{'GB':>6}{'TB/s':>7}{'share of a copy':>26}{'bar':>7}")
     for name, (_, size, bar) in cases.items():
-        share = sorted(c / s for s, c in zip(seconds[name], seconds[name, "copy"]))
+        share = sorted(min(copies) / s for s, *copies in
+                       zip(seconds[name], seconds[name, 0], seconds[name, 1]))
         spread = f"{statistics.median(share):.3f} ({share[0]:.3f} to {share[-1]:.3f})"
         print(f"{name:44}{size / 1e9:6.2f}{size / statistics.median(seconds[name]) / 1e12:7.2f}"
               f"{spread:>26}{bar or '':>7}")

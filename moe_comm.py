@@ -74,6 +74,11 @@ def gated_rows(dout, gates, copy):
     return (gates.flatten()[copy][:, None] * dout.index_select(0, token)).to(dout.dtype)
 
 
+def over_the_wire(x, fmt):
+    """Rows x [R, D] as they come out at the other end: rounded to `fmt` in blocks along each row."""
+    return x if fmt == "bf16" else quant.backend_for(x).cast(x, fmt)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan, wire, back):
@@ -82,13 +87,12 @@ class _Dispatch(torch.autograd.Function):
             q = quant.backend_for(x).quantize(x, wire).select(plan.token)
             # The numbers travel packed. What autograd sees is a shape for the gradient to flow through.
             return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q
-        x = quant.backend_for(x).operand(x, wire)
-        return x.index_select(0, plan.token), None                               # [R, D]
+        return over_the_wire(x, wire).index_select(0, plan.token), None                               # [R, D]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx, _):
-        dx, slot = quant.backend_for(dx).operand(dx, ctx.back), ctx.plan.slot    # [R, D]
+        dx, slot = over_the_wire(dx, ctx.back), ctx.plan.slot                    # [R, D]
         ones = torch.ones(ctx.tokens, slot.numel() // ctx.tokens, device=dx.device)
         return sum_of_copies(dx, slot, ones), None, None, None                   # [T, D]
 
@@ -96,7 +100,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gates, plan, wire):
-        y = quant.backend_for(y).operand(y, wire)                                # [R, D]
+        y = over_the_wire(y, wire)                                               # [R, D]
         ctx.save_for_backward(y, gates)
         ctx.plan, ctx.wire = plan, wire
         return sum_of_copies(y, plan.slot, gates)                                # [T, D]
@@ -106,8 +110,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, dout):
         y, gates = ctx.saved_tensors
         dgates = dot_of_copies(y, ctx.plan.slot, dout, gates.shape[1])           # [T, k]
-        dy = quant.backend_for(dout).operand(gated_rows(dout, gates, ctx.plan.copy), ctx.wire)
-        return dy, dgates, None, None                                            # [R, D]
+        dy = over_the_wire(gated_rows(dout, gates, ctx.plan.copy), ctx.wire)     # [R, D]
+        return dy, dgates, None, None
 
 
 def dispatch(x, plan, wire="bf16", back="bf16"):

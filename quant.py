@@ -490,7 +490,7 @@ RECIPES = {r.name: r for r in (
 
 
 # ----------------------------------------------------------------------- the reference's GEMM operands
-# A backend is a namespace of functions: quantize, weight_outer and those of this section. kernels.py
+# A backend is a namespace of functions: quantize, cast, weight_outer and those of this section. kernels.py
 # has the same ones for GPUs.
 def zero_padding(x, counts):
     """A copy of x [R, K] with the padding rows of each expert set to zero: blocks along T span them."""
@@ -576,9 +576,9 @@ def swiglu(h):
     return (torch.nn.functional.silu(gate) * up).to(h.dtype)
 
 
-REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, weight_outer=weight_outer, operand=operand,
-                            quantize_operand=quantize_operand, operand_pair=operand_pair, gemm=gemm,
-                            gemm_wgrad=gemm_wgrad)
+REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_outer=weight_outer,
+                            operand=operand, quantize_operand=quantize_operand, operand_pair=operand_pair,
+                            gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 
 def fused(f):

@@ -38,7 +38,7 @@ from data.prepare import load_corpus
 from data.task import task as find_task, task_rows
 from model import GPT, NEWLINE, ModelConfig
 
-# -------------------------------------------------------------------------------------- configuration
+# ------------------------------------------------------------------------------------ configuration
 
 
 def opt(default, text, choices=None):
@@ -51,11 +51,14 @@ class Config:
     precision: str = opt("bf16", "recipe of quant.py", tuple(quant.RECIPES))
     stage: str = opt("all", "what to do; all is pretrain, then rl",
                      ("all", "pretrain", "rl", "eval", "sample", "export"))
-    preset: str = opt("", "sizes: tiny on a CPU, small on a GPU unless given", ("tiny", "small", "base"))
-    data: str = opt("", "text file, folder, prepared folder or enwik8; default: Python's own library")
+    preset: str = opt("", "sizes: tiny on a CPU, small on a GPU unless given",
+                      ("tiny", "small", "base"))
+    data: str = opt("", "text file, folder, prepared folder or enwik8; "
+                        "default: Python's own library")
     out: str = opt("out", "folder of the run: log.jsonl and checkpoints")
     resume: bool = opt(False, "go on from the last checkpoint in --out")
-    init_from: str = opt("", "start from the weights of another run's folder, or of an exported one")
+    init_from: str = opt("", "start from the weights of another run's folder, "
+                             "or of an exported one")
     seed: int = opt(0, "seed of everything")
     device: str = opt("auto", "cpu, cuda or auto")
     backend: str = opt("auto", "who computes", ("auto", "native", "emulated", "reference"))
@@ -78,9 +81,11 @@ class Config:
     route_scale: float = opt(1.0, "multiplies the gates of the experts")
     # pretraining
     steps: int = opt(900, "pretraining steps, both phases, at most")
-    text_share: float = opt(0.33, "share of the steps on text alone; 1: no task, and no RL after it")
+    text_share: float = opt(0.33, "share of the steps on text alone; "
+                                  "1: no task, and no RL after it")
     batch: int = opt(32, "rows in a step: tokens per step = batch * seq_len")
-    micro_batch: int = opt(0, "rows in one forward pass; 0: all. Changes the memory, not the result")
+    micro_batch: int = opt(0, "rows in one forward pass; 0: all. "
+                              "Changes the memory, not the result")
     lr: float = opt(4e-3, "peak learning rate")
     mix_lr: float = opt(0.4, "share of lr at which the text phase ends and the mixture goes on")
     warmup: int = opt(20, "steps of linear warmup")
@@ -142,7 +147,7 @@ class Refused(Exception):
     """Input that the program does not take; its text is the one sentence to print."""
 
 
-# ----------------------------------------------------------------------------------------------- run
+# ---------------------------------------------------------------------------------------------- run
 class Run:
     """What a stage works on: the model, its optimizer, the data, the log and where it stands."""
 
@@ -164,7 +169,8 @@ class Run:
 
     def write(self, **row):
         """Append a row to log.jsonl and keep it for the summary."""
-        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items() if v is not None}
+        row = {k: float(f"{v:.6g}") if isinstance(v, float) else v
+               for k, v in row.items() if v is not None}
         self.rows.append(row)
         try:
             self.log.write(json.dumps(row) + "\n")
@@ -181,11 +187,13 @@ def adamw(model, weight_decay):
     """AdamW; matrices decay, gains do not."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     gains = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=gains, weight_decay=0.0)]
+    groups = [dict(params=matrices, weight_decay=weight_decay),
+              dict(params=gains, weight_decay=0.0)]
     device = matrices[0].device
     lr = torch.zeros((), device=device)         # a tensor, which a captured step reads anew
-    opt = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True, capturable=device.type == "cuda")
-    for p in model.parameters():            # from the start, so that every checkpoint holds the same tensors
+    opt = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True,
+                            capturable=device.type == "cuda")
+    for p in model.parameters():        # from the start: every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
     opt.register_step_post_hook(lambda *_: model.weights_changed())
@@ -216,12 +224,13 @@ def must_be_finite(run, stats):
     """Stop the run at a loss or gradient that is no number, naming the checkpoint to go back to."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(value := float(stats[name])):
-            raise Refused(f"{name} of {run.at['stage']} step {run.at['step']} is {value}: the run stops; "
-                          f"the last good checkpoint is {latest_checkpoint(run.out)}")
+            raise Refused(f"{name} of {run.at['stage']} step {run.at['step']} is {value}: "
+                          "the run stops; the last good checkpoint is "
+                          f"{latest_checkpoint(run.out)}")
 
 
 def token_losses(model, rows, first_token=0):
-    """Negative log-probability [B, T] (nats, fp32) of each byte of rows [B, T+1] after the first."""
+    """-log-probability [B, T] (nats, fp32) of each byte of rows [B, T+1] after the first."""
     logits = model(rows[:, :-1], first_token=first_token)
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(
         rows.shape[0], -1)
@@ -249,7 +258,7 @@ def pretrain_lr(cfg, step, text_steps):
 
 
 def pretrain_rows(run, step, mixed):
-    """(bytes [batch, seq_len + 1], which of them count [batch, seq_len], which rows are text [batch, 1]).
+    """(bytes [batch, seq_len + 1], which count [batch, seq_len], which rows are text [batch, 1]).
 
     In the mixture every second row holds task lines, of which only the answers count.
     """
@@ -265,8 +274,8 @@ def pretrain_rows(run, step, mixed):
 
 
 def pretrain_losses(run, rows, mask, is_text, sums):
-    """Yield each micro-batch's share of the mean loss over the bytes that count; add to sums [2] the
-    losses of text and of task."""
+    """Yield each micro-batch's share of the mean loss over the bytes that count; add the losses of
+    text and of task to sums [2]."""
     cfg, total = run.cfg, mask.sum()
     for s in pieces(cfg.batch, cfg.micro_batch):
         nll = token_losses(run.model, rows[s], s.start * cfg.seq_len) * mask[s]
@@ -296,23 +305,24 @@ def pretrain_step(run, step, mixed, lr):
 
 
 def pretrain(run):
-    """Text until the loss is low, then half text, half task until the task's pass rate is `gate`."""
+    """Text until the loss is low, then half text, half task until the pass rate is `gate`."""
     cfg, at = run.cfg, run.at
     text_steps = cfg.steps if cfg.text_share >= 1 else max(1, round(cfg.text_share * cfg.steps))
     clock = Clock(run, cfg.batch * cfg.seq_len)
-    bar = tqdm(total=cfg.steps, initial=at["step"], desc="pretrain", disable=not sys.stderr.isatty())
+    bar = tqdm(total=cfg.steps, initial=at["step"], desc="pretrain",
+               disable=not sys.stderr.isatty())
     while at["step"] < cfg.steps and not at["done"]:
         step, mixed = at["step"], at["step"] >= text_steps
         stats = pretrain_step(run, step, mixed, lr := pretrain_lr(cfg, step, text_steps))
         at["step"] = step = step + 1
         bar.update()
         if mixed and (step - text_steps) % cfg.gate_every == 0:
-            # On problems of the training split: choosing when to stop must not touch the held-out ones.
+            # On problems of the training split: when to stop must not depend on held-out ones.
             at["passed"] = pass_rate(run, step, cfg.eval_problems // 2, split="train")
             at["done"] = at["passed"] >= cfg.gate
         at["done"] |= step == cfg.steps
         report, due = (step % n == 0 or at["done"] for n in (cfg.log_every, cfg.save_every))
-        if report or due or run.stop or run.device.type == "cpu":      # a GPU would have to be waited for
+        if report or due or run.stop or run.device.type == "cpu":   # a GPU would be waited for
             must_be_finite(run, stats)
         if report:
             row = {k: float(v) for k, v in stats.items() if v is not None}
@@ -327,7 +337,7 @@ def pretrain(run):
     bar.close()
 
 
-# ------------------------------------------------------------------------------------------------ RL
+# ----------------------------------------------------------------------------------------------- RL
 def rollout(run, step):
     """(prompts [N, P], answers [N, A], log-probabilities, mask, rewards [N]) at temperature 1: the
     `group` answers of a problem lie side by side. What is drawn is what is scored."""
@@ -348,7 +358,7 @@ def advantages(rewards, group):
 
 
 def policy_terms(model, prompts, answers, first_token=0):
-    """(log-probability, entropy) [N, A] of each answer byte under the trainer's own forward pass."""
+    """(log-probability, entropy) [N, A] of each answer byte under the trainer's forward pass."""
     rows = torch.cat([prompts, answers], 1)
     logits = model(rows[:, :-1], first_token=first_token)[:, prompts.shape[1] - 1:]
     logp = F.log_softmax(logits, -1)
@@ -358,8 +368,8 @@ def policy_terms(model, prompts, answers, first_token=0):
 
 def rl_losses(run, step, batch, advantage, seen):
     """Yield -sum(w * A * log pi) / N for each micro-batch, N the tokens of the whole step, then the
-    text loss. w = min(pi_train / pi_rollout, ratio_max) without gradient; it is 1 where both forward
-    passes agree. `seen` collects each micro-batch's log-probabilities and entropies."""
+    text loss. w = min(pi_train / pi_rollout, ratio_max) without gradient; it is 1 where both
+    forward passes agree. `seen` collects each micro-batch's log-probabilities and entropies."""
     cfg, (prompts, answers, rollout_logp, mask, _) = run.cfg, batch
     length, total = prompts.shape[1] + answers.shape[1] - 1, mask.sum()
     for s in pieces(len(prompts), cfg.rl_micro_batch):
@@ -406,7 +416,8 @@ def rl_step(run, step, lr):
                  all_wrong=(groups == 0).float().mean(), all_right=(groups == 1).float().mean(),
                  entropy=entropy[mask].mean(), **agreement(rollout_logp, logp, mask),
                  truncated=((logp - rollout_logp).exp()[mask] > cfg.ratio_max).float().mean(),
-                 grad_norm=norm, no_stop=((answers == NEWLINE) & mask).any(1).logical_not().float().mean(),
+                 grad_norm=norm,
+                 no_stop=((answers == NEWLINE) & mask).any(1).logical_not().float().mean(),
                  load=run.model.balance(0.0),        # the routers' bias is frozen in RL
                  rollout_seconds=middle - start, train_seconds=time.perf_counter() - middle)
     return {k: float(v) for k, v in stats.items()}
@@ -430,8 +441,8 @@ def reinforce(run):
         bar.update()
         must_be_finite(run, stats)
         if stats["k3"] > 1e-3:
-            run.say(f"rl step {step}: k3 {stats['k3']:.2g} between rollout and trainer is above 1e-3: "
-                    "they no longer compute the same probabilities")
+            run.say(f"rl step {step}: k3 {stats['k3']:.2g} between rollout and trainer is above "
+                    "1e-3: they no longer compute the same probabilities")
         run.write(stage="rl", step=step, lr=lr, **stats, **clock.lap(step))
         bar.set_postfix_str(f"reward {stats['reward']:.2f}")
         if step % cfg.rl_eval_every == 0 or at["done"]:
@@ -442,7 +453,7 @@ def reinforce(run):
     bar.close()
 
 
-# ---------------------------------------------------------------------------------------- evaluation
+# --------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def text_bpb(run, rows):
     """Bits per byte on `rows` fixed windows of the validation text."""
@@ -458,8 +469,9 @@ def attempt(run, problems, draw, **kw):
     answers, rewards = [], []
     for s in pieces(len(problems), 256):
         ids = torch.arange(s.start, s.stop)
-        out, _, _ = run.model.generate(to_device(run, problems[s]), run.task.answer_len, stop=NEWLINE,
-                                       seed=quant.fold(run.cfg.seed, EVAL, draw), ids=ids, **kw)
+        out, _, _ = run.model.generate(to_device(run, problems[s]), run.task.answer_len,
+                                       stop=NEWLINE, seed=quant.fold(run.cfg.seed, EVAL, draw),
+                                       ids=ids, **kw)
         out = out.cpu().numpy().astype(np.uint8)
         out = np.pad(out, ((0, 0), (0, run.task.answer_len - out.shape[1])))
         answers.append(out)
@@ -484,11 +496,14 @@ def evaluate(run, stage, step, final=False):
         answers, rewards = attempt(run, problems, step)
         row |= dict(pass_rate=float(rewards.mean()), problems=n)
         if final:
-            row |= dict(greedy=pass_rate(run, step, n, temperature=0), pass_at_8=pass_at(run, step, 8, n // 4))
+            row |= dict(greedy=pass_rate(run, step, n, temperature=0),
+                        pass_at_8=pass_at(run, step, 8, n // 4))
             show_answers(run, problems, answers, rewards)
     run.write(stage=stage, step=step, **row, eval_seconds=time.perf_counter() - start)
-    shown = {"bpb": "bits per byte", "pass_rate": "pass rate", "greedy": "greedy", "pass_at_8": "pass@8"}
-    run.say(f"{stage:8s} {step:5d}  " + "  ".join(f"{shown[k]} {row[k]:.3f}" for k in shown if k in row))
+    shown = {"bpb": "bits per byte", "pass_rate": "pass rate", "greedy": "greedy",
+             "pass_at_8": "pass@8"}
+    run.say(f"{stage:8s} {step:5d}  "
+            + "  ".join(f"{shown[k]} {row[k]:.3f}" for k in shown if k in row))
 
 
 def pass_at(run, draw, k, n):
@@ -534,13 +549,14 @@ class Clock:
         return out
 
 
-# ---------------------------------------------------------------------------------------- checkpoints
-# DIR/checkpoints/STAGE-STEP/: tensors by torch.distributed.checkpoint, run.json for everything else,
-# and a manifest of sha256 sums, because the library loads a flipped bit without a word. The folder is
-# written under another name and renamed when it is whole, so a kill leaves the previous one.
+# -------------------------------------------------------------------------------------- checkpoints
+# DIR/checkpoints/STAGE-STEP/: tensors by torch.distributed.checkpoint, run.json for all the rest,
+# and a manifest of sha256 sums, because the library loads a flipped bit without a word. The folder
+# is written under another name and renamed when it is whole, so a kill leaves the previous one.
 def checkpoints(out):
     """Whole checkpoints below a run's folder, oldest first."""
-    found = [p for p in (Path(out) / "checkpoints").glob("*") if re.fullmatch(r"(pretrain|rl)-\d+", p.name)]
+    found = [p for p in (Path(out) / "checkpoints").glob("*")
+             if re.fullmatch(r"(pretrain|rl)-\d+", p.name)]
     return sorted(found, key=lambda p: (p.name.startswith("rl"), p.name))
 
 
@@ -596,8 +612,9 @@ def save(run):
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be written "
-                      f"({reason(error)}); the last good one is {latest_checkpoint(run.out) or 'none'}") from None
+        raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be "
+                      f"written ({reason(error)}); the last good one is "
+                      f"{latest_checkpoint(run.out) or 'none'}") from None
     for old in checkpoints(run.out)[:-1]:
         if old.name.startswith(run.at["stage"]):
             shutil.rmtree(old)
@@ -609,8 +626,8 @@ def read_checkpoint(path):
         sums = json.loads((path / "manifest.json").read_text())
         bad = [n for n, s in sums.items() if not (path / n).is_file() or digest(path / n) != s]
         if bad:
-            raise Refused(f"checkpoint {path} is damaged: {bad[0]} is not what was written; delete that "
-                          "folder to go on from an earlier one or to start anew")
+            raise Refused(f"checkpoint {path} is damaged: {bad[0]} is not what was written; delete "
+                          "that folder to go on from an earlier one or to start anew")
         return json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:
         raise Refused(f"checkpoint {path} is damaged: {error}") from None
@@ -620,7 +637,7 @@ def load_tensors(path, model, opt=None):
     """Fill model (and optimizer) in place from a checkpoint whose sums were checked."""
     try:
         dcp("load", tensors_of(model, opt), path)
-    except BaseException as error:      # of many kinds, one of them no Exception; all mean the same here
+    except BaseException as error:      # of many kinds, one no Exception; all mean the same here
         if isinstance(error, KeyboardInterrupt):
             raise
         raise Refused(f"checkpoint {path} is of another model: {reason(error)}") from None
@@ -634,7 +651,7 @@ def settle(run, due):
     return not run.stop
 
 
-# -------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 def flag(name):
     return "--" + name.replace("_", "-")
 
@@ -644,10 +661,12 @@ def parse(argv):
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             raise Refused(message)
-    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+               argument_default=argparse.SUPPRESS,
                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for f in dataclasses.fields(Config):
-        kw = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
+        kw = (dict(action="store_true") if f.type is bool else
+              dict(type=f.type, choices=f.metadata["choices"]))
         text = f.metadata["help"] + ("" if f.default in ("", False) else f" ({f.default})")
         p.add_argument(flag(f.name), help=text.replace("%", "%%"), **kw)
     given = vars(p.parse_args(argv))
@@ -669,10 +688,11 @@ def pick_device(name):
 
 def check(cfg):
     """Refuse values outside their range."""
-    at_least = dict(steps=1, batch=1, micro_batch=0, rl_steps=0, prompts=1, group=2, rl_micro_batch=0,
-                    log_every=1, eval_every=1, rl_eval_every=1, eval_rows=1, eval_problems=8, save_every=1,
-                    gate_every=1, threads=1, new=1, warmup=1, rl_warmup=1, rl_text_rows=1, seed=0,
-                    sample_top_k=0, lr=0, rl_lr=0, weight_decay=0, temperature=0, balance_rate=0, rl_text=0)
+    at_least = dict(steps=1, batch=1, micro_batch=0, rl_steps=0, prompts=1, group=2,
+                    rl_micro_batch=0, log_every=1, eval_every=1, rl_eval_every=1, eval_rows=1,
+                    eval_problems=8, save_every=1, gate_every=1, threads=1, new=1, warmup=1,
+                    rl_warmup=1, rl_text_rows=1, seed=0, sample_top_k=0, lr=0, rl_lr=0,
+                    weight_decay=0, temperature=0, balance_rate=0, rl_text=0)
     for name, low in at_least.items():
         if not getattr(cfg, name) >= low:
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be at least {low}")
@@ -685,7 +705,7 @@ def check(cfg):
 
 
 def continued(cfg, given, path):
-    """The configuration of a run that goes on: its checkpoint's, with what was given and may change."""
+    """The configuration of a run that goes on: its checkpoint's, but for what is given anew."""
     state = read_checkpoint(path)
     known = {f.name for f in dataclasses.fields(Config)}
     old = Config(**{k: v for k, v in state["config"].items() if k in known})
@@ -693,7 +713,8 @@ def continued(cfg, given, path):
     for name in sorted(given - free):
         if getattr(cfg, name) != getattr(old, name):
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
-                          f"{getattr(old, name)}; leave the flag out, or start anew in another --out")
+                          f"{getattr(old, name)}; leave the flag out, or start anew in "
+                          "another --out")
     changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
     return dataclasses.replace(old, **changed), state
 
@@ -706,10 +727,12 @@ def open_run(cfg, given, device):
     goes_on = cfg.resume or (cfg.stage in ("rl", *LOOKING) and not cfg.init_from)
     if goes_on and not path:
         raise Refused(f"{cfg.out} holds no checkpoint: " + (
-            "--resume has nothing to go on from" if cfg.resume else f"--stage {cfg.stage} needs a trained "
-            "model there, or --init-from"))
-    if not goes_on and path and cfg.stage not in ("eval", "sample"):        # a log alone is a run that was killed before it had begun
-        raise Refused(f"{cfg.out} holds another run: use --resume to go on with it, or another --out")
+            "--resume has nothing to go on from" if cfg.resume else
+            f"--stage {cfg.stage} needs a trained model there, or --init-from"))
+    # A log alone is a run that was killed before it had begun.
+    if not goes_on and path and cfg.stage not in ("eval", "sample"):
+        raise Refused(f"{cfg.out} holds another run: use --resume to go on with it, "
+                      "or another --out")
     state = None
     if goes_on:
         cfg, state = continued(cfg, given, path)
@@ -730,11 +753,12 @@ def open_run(cfg, given, device):
                       f"{run.task.prompt_len + run.task.answer_len}")
     if state:
         if cfg.stage not in LOOKING and state["corpus"] != run.corpus.sha256:
-            raise Refused(f"the text of {cfg.data or 'the default corpus'} is not the one that the run in "
-                          f"{cfg.out} was trained on; its sha256 differs")
+            raise Refused(f"the text of {cfg.data or 'the default corpus'} is not the one that the "
+                          f"run in {cfg.out} was trained on; its sha256 differs")
         run.at = at = state["at"]
         # More --steps than before reopen a pretraining that ended without reaching the gate.
-        if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain") and at["step"] < cfg.steps:
+        if (at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain")
+                and at["step"] < cfg.steps):
             at["done"] = at["passed"] is not None and at["passed"] >= cfg.gate
         fresh = at["stage"] == "pretrain" and at["done"]             # RL starts with new moments
         run.opt = adamw(run.model, 0.0 if run.at["stage"] == "rl" else cfg.weight_decay)
@@ -747,7 +771,7 @@ def open_run(cfg, given, device):
 
 def shape_from(cfg, given):
     """cfg with the shape of the model in --init-from, a run or an exported folder; and with its
-    precision where no weight will change. Only the length of a row is free: no weight depends on it."""
+    precision where no weight will change. Only a row's length is free: no weight depends on it."""
     path = latest_checkpoint(cfg.init_from)
     if hf.is_folder(cfg.init_from):
         old = refusing(hf.read_config, cfg.init_from)
@@ -759,15 +783,16 @@ def shape_from(cfg, given):
     names -= given & {"seq_len"}
     for name in sorted(names & given):
         if getattr(cfg, name) != old[name]:
-            raise Refused(f"{flag(name)} {getattr(cfg, name)}: the model in {cfg.init_from} has {old[name]}")
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: the model in {cfg.init_from} has "
+                          f"{old[name]}")
     if cfg.stage in LOOKING and "precision" not in given:
         names.add("precision")
     return dataclasses.replace(cfg, **{n: old[n] for n in names})
 
 
 def load_init(run):
-    """Fill the model from --init-from. The codes of a 4-bit folder stay as they are where no weight will
-    change; a run that trains rounds the numbers itself, as it will when it is resumed."""
+    """Fill the model from --init-from. The codes of a 4-bit folder stay as they are where no weight
+    will change; a run that trains rounds the numbers itself, as it will when it is resumed."""
     folder = run.cfg.init_from
     if not hf.is_folder(folder):
         return load_tensors(latest_checkpoint(folder), run.model)
@@ -795,34 +820,38 @@ def open_log(run, state):
     run.log = open(path, "a" if state else "w")
     if not state:
         total, active = run.model.parameters_active()
-        run.write(config=dataclasses.asdict(run.cfg), device=str(run.device), device_name=device_name(run),
+        run.write(config=dataclasses.asdict(run.cfg), device=str(run.device),
+                  device_name=device_name(run),
                   backend=backend_sentence(run.device), python=platform.python_version(),
                   torch=torch.__version__, parameters=total, active=active, corpus=run.corpus.name,
                   corpus_sha256=run.corpus.sha256, bigram_bpb=run.corpus.bigram_bpb)
 
 
 def device_name(run):
-    return torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.machine()
+    return (torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else
+            platform.machine())
 
 
 def choose_backend(name, device):
     """Raises ValueError with the reason where the backend asked for cannot run on this device."""
-    if device.type == "cuda" or name not in ("auto", "reference"):      # Triton may not be installed
+    if device.type == "cuda" or name not in ("auto", "reference"):  # Triton may not be installed
         import kernels
         kernels.use(name, device)
 
 
 def backend_sentence(device):
     if device.type != "cuda":
-        return "reference: plain PyTorch in fp32, the numbers that the GPU kernels are checked against"
+        return ("reference: plain PyTorch in fp32, "
+                "the numbers that the GPU kernels are checked against")
     import kernels
     return kernels.describe(device)
 
 
 def introduce(run):
     cfg, (total, active) = run.cfg, run.model.parameters_active()
-    run.say(f"{cfg.precision}, {total:,} parameters, {active:,} active, {cfg.batch * cfg.seq_len:,} tokens "
-            f"a step, text {run.corpus.name} ({len(run.corpus.train) / 1e6:.1f} MB, a byte bigram has "
+    run.say(f"{cfg.precision}, {total:,} parameters, {active:,} active, "
+            f"{cfg.batch * cfg.seq_len:,} tokens a step, "
+            f"text {run.corpus.name} ({len(run.corpus.train) / 1e6:.1f} MB, a byte bigram has "
             f"{run.corpus.bigram_bpb:.3f} bits per byte)")
     run.say(f"{device_name(run)}, backend {backend_sentence(run.device)}")
 
@@ -844,21 +873,23 @@ def summary(run, stage):
         return
     seconds, last = sum(r.get("seconds", 0) + r.get("eval_seconds", 0) for r in rows), evals[-1]
     text = f"{stage}: {run.at['step']} steps in {seconds:.0f} s, {last['bpb']:.3f} bits per byte"
-    text += f" (bigram {run.corpus.bigram_bpb:.3f})" if stage == "pretrain" else f" (before {evals[0]['bpb']:.3f})"
+    text += (f" (bigram {run.corpus.bigram_bpb:.3f})" if stage == "pretrain" else
+             f" (before {evals[0]['bpb']:.3f})")
     if stage == "pretrain" and run.at.get("passed") is not None:
         reached = run.at["passed"] >= run.cfg.gate
-        text += f", pass rate {last['pass_rate']:.3f}" + ("" if reached else
-                                                          f": the gate of {run.cfg.gate} was not reached")
+        text += f", pass rate {last['pass_rate']:.3f}" + (
+            "" if reached else f": the gate of {run.cfg.gate} was not reached")
     if stage == "rl":
         tail = [r["pass_rate"] for r in evals][-3:]
-        text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last "
-                 f"{len(tail)}){sharpening(evals)}")
+        text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} "
+                 f"(mean of the last {len(tail)}){sharpening(evals)}")
     curve = [r["reward"] if stage == "rl" else r["loss"] for r in steps]
-    run.say(f"{text}\n{'reward' if stage == 'rl' else 'loss'} {curve[0]:.2f} {sparkline(curve)} {curve[-1]:.2f}")
+    run.say(f"{text}\n{'reward' if stage == 'rl' else 'loss'} "
+            f"{curve[0]:.2f} {sparkline(curve)} {curve[-1]:.2f}")
 
 
 def sharpening(evals):
-    """Did RL teach problems that eight tries could not solve, or only make sure of those they could?"""
+    """Did RL teach problems that eight tries could not solve, or make sure of those they could?"""
     first, last = evals[0].get("pass_at_8"), evals[-1].get("pass_at_8")
     if first is None or last is None:
         return ""
@@ -879,7 +910,8 @@ def train(run):
         return
     if at["stage"] == "pretrain":
         if cfg.stage == "all" and (at["passed"] or 0) < cfg.gate:
-            run.say(f"the gate of {cfg.gate} was not reached ({at['passed']}): RL starts from what is there")
+            run.say(f"the gate of {cfg.gate} was not reached ({at['passed']}): "
+                    "RL starts from what is there")
         run.at = dict(at, stage="rl", step=0, done=False)
         run.opt = adamw(run.model, 0.0)
     reinforce(run)
@@ -896,20 +928,23 @@ def sample_text(run):
     try:
         write(prompt)
         for token, _ in run.model.stream(torch.tensor([list(prompt)], device=run.device), cfg.new,
-                                         temperature=cfg.temperature, top_k=cfg.sample_top_k, seed=cfg.seed):
+                                         temperature=cfg.temperature, top_k=cfg.sample_top_k,
+                                         seed=cfg.seed):
             write(bytes(token.tolist()))
             count += 1
         write(b"", final=True)
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:             # the reader has seen enough; Python would flush once more at its end
+    except BrokenPipeError:     # the reader has seen enough; Python would flush again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]", file=sys.stderr)
+    print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]",
+          file=sys.stderr)
 
 
 def byte_writer(out):
-    """write(data) for a stream of text: bytes as they are into a file or a pipe. A terminal gets what they
-    spell, with U+FFFD for what is no UTF-8 and for control characters, which could rewrite the screen."""
+    """write(data) for a stream of text: bytes as they are into a file or a pipe. A terminal gets
+    what they spell, with U+FFFD for what is no UTF-8 and for control characters, which could
+    rewrite the screen."""
     def raw(data, final=False):
         out.buffer.write(data)
         out.buffer.flush()
@@ -917,7 +952,8 @@ def byte_writer(out):
     encoding = out.encoding or "utf-8"
 
     def spelled(data, final=False):
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoder.decode(data, final))
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd"
+                       for c in decoder.decode(data, final))
         out.write(text.encode(encoding, "replace").decode(encoding))
         out.flush()
     return spelled if out.isatty() else raw
@@ -980,7 +1016,8 @@ def main(argv=None):
         print(f"train.py: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("train.py: stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
+        print("train.py: stopped at once; --resume goes on from the last checkpoint",
+              file=sys.stderr)
         return 130
 
 

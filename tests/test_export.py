@@ -199,7 +199,8 @@ def test_global_scales_that_are_no_powers_of_two_are_decoded_and_no_codes_kept(t
 
     edit_tensors(tmp_path / "x", scale)
     before, after = read(trained / "export-nvfp4"), read(tmp_path / "x")
-    assert list(before.codes) == ["blocks.1.w1", "blocks.1.w2"] and list(after.codes) == ["blocks.1.w2"]
+    assert (list(before.codes) == ["blocks.1.w1", "blocks.1.w2"]
+            and list(after.codes) == ["blocks.1.w2"])
     (gate, up), (old_gate, old_up) = (m.blocks[1].w1.chunk(2, 1) for m in (after, before))
     assert torch.equal(gate, old_gate / 2) and torch.allclose(up, old_up / 3, rtol=1e-6, atol=0)
 

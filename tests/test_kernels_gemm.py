@@ -1,7 +1,7 @@
 """The grouped GEMM kernels: right when they run, and what the compiler makes of them.
 
-They run where there is a CUDA GPU, and in Triton's interpreter elsewhere: test_interpreter runs this
-file once more, in a process of its own, with TRITON_INTERPRET=1.
+They run where there is a CUDA GPU, and in Triton's interpreter elsewhere: test_interpreter runs
+this file once more, in a process of its own, with TRITON_INTERPRET=1.
 """
 import os
 import re
@@ -30,7 +30,7 @@ compiles = pytest.mark.skipif(triton is None or INTERPRETED,
 # The interpreter multiplies bf16 bits as integers; the same numbers in fp32 go the same way.
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 NATIVE = CUDA and torch.cuda.get_device_capability() in kernels.NATIVE
-# Relative error (L2) of what is rounded to bf16, which the interpreter cuts instead, and of fp32 sums.
+# Relative error (L2) of what is rounded to bf16, which the interpreter cuts, and of fp32 sums.
 BF16, FP32 = (2e-3, 3e-6) if CUDA else (4e-3, 1e-6)
 
 GROUPS = {                      # real rows of each expert, rows of the buffer
@@ -123,7 +123,7 @@ def test_bf16_wgrad_sums_real_rows_only(counts, R):
 
 @runs_kernels
 def test_many_experts_of_equal_and_unequal_size():
-    """Each expert has one turn: more than 32 are ranked in several steps, and ties must not meet."""
+    """Each expert has one turn: more than 32 are ranked in several steps; ties must not meet."""
     counts = [1 + e % 3 * 40 for e in range(40)]
     x, dy, w, on_device = problem(counts, 40 * 128, N=32, K=32)
     dw = kernels.gemm_wgrad(dy.to(DEVICE, DTYPE), x.to(DEVICE, DTYPE), on_device)
@@ -304,8 +304,8 @@ def faults_of_tile(*tile):
 @compiles
 def test_the_check_sees_what_the_compiler_does_not_say():
     assert faults_of_tile(128, 128, 128, 1, 16, 4)[:2] == UPCAST                 # 16 warps
-    wide = faults_of_tile(128, 256, 128, 1, 4, 4)        # more tensor memory than there is: from 3.8
-    assert wide and (TRITON < (3, 8) or "a body that traps" in wide)             # a kernel that traps
+    wide = faults_of_tile(128, 256, 128, 1, 4, 4)    # more tensor memory than there is: from 3.8
+    assert wide and (TRITON < (3, 8) or "a body that traps" in wide)         # a kernel that traps
 
 
 @compiles

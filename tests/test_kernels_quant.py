@@ -1,7 +1,7 @@
 """The quantise kernels against quant.py, bit for bit, and what the compiler makes of them.
 
-The kernels run where there is a CUDA GPU, and in Triton's interpreter elsewhere: test_interpreter runs
-this file once more, in a process of its own, with TRITON_INTERPRET=1.
+The kernels run where there is a CUDA GPU, and in Triton's interpreter elsewhere: test_interpreter
+runs this file once more, in a process of its own, with TRITON_INTERPRET=1.
 """
 import os
 import re
@@ -32,9 +32,9 @@ ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 AXES = pytest.mark.parametrize("axis", [-1, -2])
 
 
-# ---------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------- data
 def hard_numbers(cols, rows=32, seed=0):
-    """[8 * rows, cols]: Gaussian, heavy-tailed, constant, subnormal, zero, NaN, Inf and huge blocks,
+    """[8 * rows, cols]: Gaussian, heavy-tailed, constant, subnormal, zero, NaN, Inf, huge blocks,
     whichever axis the blocks run along."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(8, rows, cols, generator=g)
@@ -42,7 +42,7 @@ def hard_numbers(cols, rows=32, seed=0):
     x[2] = x[2, :, :1]
     x[3] *= 2.0 ** -torch.randint(120, 150, (rows, 1), generator=g).float()
     x[4] = torch.where(x[4] < 0, -0.0, 0.0)
-    x[4, 0, 0] = 1e-30                                          # a block whose scale rounds to nothing
+    x[4, 0, 0] = 1e-30                                     # a block whose scale rounds to nothing
     x[5, 3, 5], x[5, 4, 40], x[5, 5, 7] = torch.nan, -torch.nan, torch.nan
     x[6, 3, 5], x[6, 4, 40], x[6, 5, 7] = torch.inf, -torch.inf, torch.inf
     x[7] *= 2.0 ** torch.randint(90, 126, (rows, 1), generator=g).float()
@@ -58,7 +58,8 @@ def assert_same(got, want, what):
     if want is None:
         assert got is None, what
         return
-    assert got.shape == want.shape and got.dtype == want.dtype, (what, got.shape, want.shape, got.dtype)
+    assert got.shape == want.shape and got.dtype == want.dtype, (
+        what, got.shape, want.shape, got.dtype)
     wrong = bits(got) != bits(want)
     assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first " \
                             f"{wrong.nonzero()[0].tolist()}"
@@ -71,7 +72,7 @@ def assert_packed(got, want):
 
 
 def assert_values(got, want):
-    """Equal numbers, or NaN in both (a NaN's bits and the sign of a zero mean nothing to a GEMM)."""
+    """Equal numbers, or NaN in both (a NaN's bits and a zero's sign mean nothing to a GEMM)."""
     got, want = got.cpu().float(), want.cpu().float()
     wrong = (got != want) & ~(got.isnan() & want.isnan())
     assert got.shape == want.shape and not wrong.any(), f"{int(wrong.sum())} differ"
@@ -95,7 +96,7 @@ def experts_buffer(cols, counts=(70, 0, 128, 33), seed=1):
     return x, torch.tensor(counts, dtype=torch.int32), real
 
 
-# --------------------------------------------------------------------------------------- bits, packed
+# ------------------------------------------------------------------------------------- bits, packed
 @runs_kernels
 @FORMATS
 @ROUNDINGS
@@ -111,11 +112,12 @@ def test_quantize_has_the_bits_of_the_reference(fmt, rounding, axis, cols, dtype
 @FORMATS
 @ROUNDINGS
 def test_ties_and_their_neighbours(fmt, rounding):
-    """Every midpoint of two elements and the 8 fp32 numbers on either side, in blocks of scale 1."""
+    """Each midpoint of two elements and the 8 fp32 numbers on either side, in blocks of scale 1."""
     f = quant.FORMATS[fmt]
     elements = torch.tensor(quant.E2M1) if fmt == "nvfp4" else quant.tables("cpu").e4m3[:127]
     ties = (elements[1:] + elements[:-1]) / 2
-    near = (ties.view(torch.int32) + torch.arange(-8, 9, dtype=torch.int32)[:, None]).view(torch.float32)
+    near = (ties.view(torch.int32)
+            + torch.arange(-8, 9, dtype=torch.int32)[:, None]).view(torch.float32)
     near = torch.cat([near, -near], 1).flatten()
     near = torch.nn.functional.pad(near, (0, -len(near) % (f.block - 1))).view(-1, f.block - 1)
     x = torch.nn.functional.pad(near, (1, 0), value=f.largest).view(1, -1)
@@ -140,9 +142,11 @@ def test_weights_with_a_given_outer_scale(rounding):
         assert_packed(kernels.quantize(w.to(DEVICE), "nvfp4", outer=on(DEVICE, outer), **kw), want)
     outer = quant.weight_outer(w, "nvfp4")
     want = quant.quantize(w, "nvfp4", outer=outer, axis=-2, **kw)
-    assert_packed(kernels.quantize(w.to(DEVICE), "nvfp4", outer=outer.to(DEVICE), axis=-2, **kw), want)
+    assert_packed(kernels.quantize(w.to(DEVICE), "nvfp4", outer=outer.to(DEVICE), axis=-2, **kw),
+                  want)
     w[1, 2, 3], w[2, 0, 0] = torch.nan, -torch.inf
-    assert_same(kernels.weight_outer(w.to(DEVICE), "nvfp4"), quant.weight_outer(w, "nvfp4"), "outer")
+    assert_same(kernels.weight_outer(w.to(DEVICE), "nvfp4"),
+                quant.weight_outer(w, "nvfp4"), "outer")
 
 
 @runs_kernels
@@ -153,7 +157,8 @@ def test_random_bits_follow_the_logical_row_and_column(fmt):
     kw = dict(rounding="stochastic", rows=rows, cols=cols)
     want = quant.quantize(x, fmt, seed=-5, **kw)
     kw = {name: on(DEVICE, value) for name, value in kw.items()}
-    for seed in (-5, torch.tensor(-5, dtype=torch.int32), torch.tensor(-5, dtype=torch.int32).to(DEVICE)):
+    for seed in (-5, torch.tensor(-5, dtype=torch.int32),
+                 torch.tensor(-5, dtype=torch.int32).to(DEVICE)):
         assert_packed(kernels.quantize(x.to(DEVICE), fmt, seed=seed, **kw), want)
 
 
@@ -169,7 +174,7 @@ def test_bad_arguments_are_sentences():
         assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------ values, for emulation
+# ---------------------------------------------------------------------------- values, for emulation
 @runs_kernels
 @FORMATS
 @ROUNDINGS
@@ -178,7 +183,8 @@ def test_values_are_the_decoded_codes(fmt, rounding, axis):
     x = hard_numbers(64, 32 if axis == -2 else 8).bfloat16()
     kw = dict(axis=axis, rounding=rounding, seed=11)
     want = quant.quantize(x, fmt, **kw)
-    for dtype in (torch.float32, torch.bfloat16)[:1 if INTERPRETED else 2]:     # it loses bf16 subnormals
+    # The interpreter loses bf16 subnormals.
+    for dtype in (torch.float32, torch.bfloat16)[:1 if INTERPRETED else 2]:
         assert_values(kernels.cast(x.to(DEVICE), fmt, dtype=dtype, **kw), want.dequantize(dtype))
 
 
@@ -196,7 +202,7 @@ def test_row_and_column_in_one_pass_and_padding_is_never_data(rounding):
     alone = kernels.operand(x.to(DEVICE), "mxfp8", axis=-2, counts=counts.to(DEVICE), **kw)
     assert_values(alone, want_col)
     assert_values(kernels.cast(x.to(DEVICE), "bf16", counts=counts.to(DEVICE)), clean)
-    assert kernels.operand(x, "bf16", axis=-2, counts=counts) is x     # a bf16 GEMM reads no padding
+    assert kernels.operand(x, "bf16", axis=-2, counts=counts) is x   # a bf16 GEMM reads no padding
 
 
 @runs_kernels
@@ -225,9 +231,10 @@ def test_swiglu_is_rounded_to_bf16_first(fmt):
     product = kernels.swiglu_operand(h, "bf16")
     gate, up = h.float().chunk(2, -1)
     exact = torch.nn.functional.silu(gate).bfloat16().float() * up
-    assert ((product - exact).abs() <= 2 ** -6 * exact.abs()).all()     # the interpreter cuts to bf16
+    assert ((product - exact).abs() <= 2 ** -6 * exact.abs()).all()  # the interpreter cuts to bf16
     for kw in (dict(), dict(axis=-2, rounding="stochastic", seed=1)):
-        assert_same(kernels.swiglu_operand(h, fmt, **kw), kernels.cast(product, fmt, **kw), "swiglu")
+        assert_same(kernels.swiglu_operand(h, fmt, **kw),
+                    kernels.cast(product, fmt, **kw), "swiglu")
 
 
 @runs_kernels
@@ -250,7 +257,7 @@ def test_ablations_fall_back_to_the_reference():
         assert_values(values, want.dequantize())
 
 
-# ------------------------------------------------------------------------------------ native operands
+# ---------------------------------------------------------------------------------- native operands
 def blocked_by_hand(scales):
     """The layout that cuBLAS and tl.dot_scaled document, from its formula, one scale at a time."""
     E, M, S = scales.shape
@@ -285,7 +292,7 @@ def test_native_operands_are_turned_and_their_scales_blocked(fmt, shape):
         assert_same(getattr(again, name), on("cpu", getattr(made, name)), name)
 
 
-# ------------------------------------------------------------------------------------------- compiler
+# ----------------------------------------------------------------------------------------- compiler
 class Recorder:
     """Takes the place of a kernel and keeps what it was called with."""
 
@@ -296,7 +303,8 @@ class Recorder:
         self.args, self.kw = args, kw
 
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8",
+            torch.int32: "*i32"}
 
 
 def ptx_of(call, capability):
@@ -311,7 +319,7 @@ def ptx_of(call, capability):
         kernels._round_kernel = kernel
     args = dict(zip(kernel.arg_names, recorder.args)) | recorder.kw
     options = dict(num_warps=args.pop("num_warps"))
-    args["FP8"] = True                                        # no GPU of `capability` was there to ask
+    args["FP8"] = True                                    # no GPU of `capability` was there to ask
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value, runtime = args[name], i < len(recorder.args) and args[name] is not None
@@ -356,17 +364,18 @@ def test_no_approximate_division_and_no_flush_to_zero(case, capability):
     assert re.search(r"ld\.global\S*\.v[24]|cp\.async\.cg", ptx) or case == "again"
 
 
-# ------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 def python(*args, **environment):
-    return subprocess.run([sys.executable, *args], cwd=ROOT, env=os.environ | environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.run([sys.executable, *args], cwd=ROOT, env=os.environ | environment,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels ran on the GPU")
 def test_interpreter():
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__, TRITON_INTERPRET="1")
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__,
+                  TRITON_INTERPRET="1")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 

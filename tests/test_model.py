@@ -1,4 +1,4 @@
-"""The model: what a row may depend on, generation, routing, counts, and when weights are rounded."""
+"""The model: what a row may depend on, generation, routing, counts, when weights are rounded."""
 
 import math
 
@@ -33,7 +33,7 @@ def logits(model, rows):
 
 
 def earlier_logits_changed(recipe):
-    """Of 12 rows, those whose first half gets other logits when the second half gets other bytes."""
+    """Of 12 rows, those whose first half gets other logits when the second gets other bytes."""
     model, changed = small(recipe), 0
     for i in range(12):
         length = (2, 7, 13, 32)[i % 4]
@@ -57,7 +57,8 @@ def rows_that_see_their_batch(recipe):
     for batch, length in ((2, 1), (3, 3), (8, 13), (5, 32)):
         rows = random_bytes(batch, length, seed=length)
         together = logits(model, rows)
-        seen += sum(not torch.equal(together[i], logits(model, rows[i : i + 1])[0]) for i in range(batch))
+        seen += sum(not torch.equal(together[i], logits(model, rows[i : i + 1])[0])
+                    for i in range(batch))
     return seen
 
 
@@ -83,7 +84,8 @@ def cached_against_full(recipe):
 
 @RECIPES
 def test_cached_generation_computes_the_full_forward(recipe):
-    stats = train.agreement(torch.zeros(16, 24), cached_against_full(recipe), torch.ones(16, 24).bool())
+    stats = train.agreement(torch.zeros(16, 24), cached_against_full(recipe),
+                            torch.ones(16, 24).bool())
     # Not the mean or the largest: a number on a rounding boundary moves one token by up to 0.04.
     assert stats["logp_diff_median"] < 1e-6
     assert stats["logp_diff_share"] <= 0.01
@@ -120,9 +122,11 @@ def test_other_seeds_ids_and_positions_draw_other_bytes():
     flat = torch.zeros(1, 256)
 
     def draw(seed, i, n):
-        return int(model_file.sample(flat, 1.0, 0, seed, torch.tensor([[i]], dtype=torch.int32), n)[0])
+        return int(model_file.sample(flat, 1.0, 0, seed,
+                                     torch.tensor([[i]], dtype=torch.int32), n)[0])
 
-    for axis in ([(s, 0, 0) for s in range(50)], [(0, i, 0) for i in range(50)], [(0, 0, n) for n in range(50)]):
+    for axis in ([(s, 0, 0) for s in range(50)], [(0, i, 0) for i in range(50)],
+                 [(0, 0, n) for n in range(50)]):
         # 50 draws of 256 values: 45.5 distinct ones on average, standard deviation 1.9.
         assert len({draw(*key) for key in axis}) >= 38
 
@@ -274,7 +278,7 @@ def test_the_load_counts_every_copy_in_training_and_none_elsewhere():
     model, rows = small(), random_bytes(4, 32)
     model(rows)
     model(rows)
-    assert [int(block.load.sum()) for block in model.blocks] == [2 * 4 * 32 * 2] * 2  # no token dropped
+    assert [int(block.load.sum()) for block in model.blocks] == [2 * 4 * 32 * 2] * 2  # none dropped
     model.balance(0.0)
     logits(model, rows)
     model.generate(rows[:, :4], 3)
@@ -295,14 +299,14 @@ class Shape(GPT):
         pass
 
 
-MODEL_A = dict(dim=768, layers=12, heads=12, kv_heads=3, experts=32, top_k=4, expert_dim=512, shared=1,
-               seq_len=1024)
-MODEL_B = dict(dim=2048, layers=8, heads=16, kv_heads=4, experts=64, top_k=6, expert_dim=1408, shared=2,
-               seq_len=1024)
+MODEL_A = dict(dim=768, layers=12, heads=12, kv_heads=3, experts=32, top_k=4, expert_dim=512,
+               shared=1, seq_len=1024)
+MODEL_B = dict(dim=2048, layers=8, heads=16, kv_heads=4, experts=64, top_k=6, expert_dim=1408,
+               shared=2, seq_len=1024)
 
 
-@pytest.mark.parametrize("sizes, total, active", [(MODEL_A, 486e6, 89e6), (MODEL_B, 4.65e9, 0.64e9)],
-                         ids=["A", "B"])
+@pytest.mark.parametrize("sizes, total, active",
+                         [(MODEL_A, 486e6, 89e6), (MODEL_B, 4.65e9, 0.64e9)], ids=["A", "B"])
 def test_parameter_counts_of_the_published_shapes(sizes, total, active):
     assert on_meta(**sizes).parameters_active() == (pytest.approx(total, rel=0.01),
                                                     pytest.approx(active, rel=0.01))
@@ -315,7 +319,7 @@ def test_flops_are_the_same_in_every_precision():
 def test_flops_are_those_of_the_matrices_a_token_meets_and_of_its_attention():
     D, H, C, G, F_, E = 32, 2, 16, 1, 32, 4
     matrices = 2 * (2 * H * C * D + 2 * G * C * D + E * D + 3 * D * F_ * (2 + 1)) + 256 * D
-    attention = 2 * 2 * 2 * H * C * 16  # layers, two GEMMs, 2 a multiplication; 16 positions on average
+    attention = 2 * 2 * 2 * H * C * 16  # layers, GEMMs, 2 a multiplication; 16 positions on average
     assert small().flops_per_token() == pytest.approx(3 * (2 * matrices + attention), rel=0.01)
 
 
@@ -353,7 +357,8 @@ def test_a_dimension_that_no_block_divides_is_refused_where_blocks_are_used(size
 
 
 def gemms_by_layer(recipe, layers=8, **sizes):
-    return [block.linears() for block in on_meta(recipe, **SMALL | dict(layers=layers) | sizes).blocks]
+    return [block.linears()
+            for block in on_meta(recipe, **SMALL | dict(layers=layers) | sizes).blocks]
 
 
 def test_nvfp4_rounds_routed_experts_but_those_of_the_last_layers():
@@ -378,7 +383,8 @@ def test_no_recipe_rounds_k_v_router_embedding_or_head(recipe):
     model = small(recipe)
     model.prepare()
     assert torch.equal(model.operands[-1]["head"].forward[0], model.head)
-    assert torch.equal(model_file._Embed.apply(model.embed, torch.tensor([[7]]), torch.float32)[0, 0],
+    assert torch.equal(model_file._Embed.apply(model.embed, torch.tensor([[7]]),
+                                               torch.float32)[0, 0],
                        model.embed[7])
 
 
@@ -387,12 +393,14 @@ def test_leading_dense_layers_have_no_experts():
     assert "w1" not in first and first["v1"] == quant.IN_MXFP8 and "w1" in second
     model = small(dense_layers=1, dense_dim=64)
     model(random_bytes(2, 8)).sum().backward()
-    assert model.blocks[0].v1.shape == (128, 32) and all(p.grad is not None for p in model.parameters())
+    assert (model.blocks[0].v1.shape == (128, 32)
+            and all(p.grad is not None for p in model.parameters()))
 
 
 def test_without_shared_experts_there_is_no_dense_path():
     model = small(shared=0)
-    assert not hasattr(model.blocks[0], "v1") and torch.isfinite(logits(model, random_bytes(2, 8))).all()
+    assert (not hasattr(model.blocks[0], "v1")
+            and torch.isfinite(logits(model, random_bytes(2, 8))).all())
 
 
 @pytest.fixture
@@ -477,7 +485,8 @@ def test_the_embedding_gradient_sums_repeated_bytes_and_repeats_bit_for_bit():
         table.grad = None
         model_file._Embed.apply(table, idx, torch.float32).backward(dy)
         grads.append(table.grad)
-    exact = torch.zeros(256, 32, dtype=torch.float64).index_add_(0, idx.flatten(), dy.double().flatten(0, 1))
+    exact = torch.zeros(256, 32, dtype=torch.float64).index_add_(
+        0, idx.flatten(), dy.double().flatten(0, 1))
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
     assert torch.allclose(grads[0].double(), exact, atol=1e-5)
 

@@ -690,7 +690,8 @@ def test_stochastic_goes_up_exactly_when_u_is_below_the_fraction(fmt, table):
     lo, hi = neighbours(x, table)
     fraction = torch.where(hi > lo, (x.abs() - lo) / (hi - lo), 0)
     closest = torch.ceil(fraction * 2 ** 24)
-    for u in (closest - 2, closest - 1, closest, closest + 1, closest * 0, closest * 0 + 2 ** 24 - 1):
+    for u in (closest - 2, closest - 1, closest, closest + 1,
+              closest * 0, closest * 0 + 2 ** 24 - 1):
         u = u.clamp(0, 2 ** 24 - 1) * 2.0 ** -24
         expected = torch.where(u < fraction, hi, lo).float().copysign(x)
         assert_same(round_elements(x, fmt, u.float()), expected)

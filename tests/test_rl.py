@@ -1,4 +1,4 @@
-"""RL: the loss against enumeration, what gets a gradient, agreement of rollout and trainer, learning."""
+"""RL: the loss against enumeration, what gets a gradient, rollout and trainer agree, learning."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import train
 from data.task import Task, as_row, task_rows
 
-TINY = dict(data=__file__, dim=32, heads=2, kv_heads=1, expert_dim=32, seq_len=32, batch=4, task="sort4",
-            prompts=4, group=4, rl_text_rows=2, eval_problems=8, eval_rows=4)
+TINY = dict(data=__file__, dim=32, heads=2, kv_heads=1, expert_dim=32, seq_len=32, batch=4,
+            task="sort4", prompts=4, group=4, rl_text_rows=2, eval_problems=8, eval_rows=4)
 RECIPES = pytest.mark.parametrize("precision", ["bf16", "mxfp8", "nvfp4"])
 
 
@@ -39,7 +39,8 @@ def some_batch(run, step=0):
 
 def same_to_summation(a, b):
     """Equal but for the order in which fp32 sums were formed."""
-    return all(torch.allclose(a[n], b[n], rtol=1e-4, atol=2e-6 * float(a[n].abs().max())) for n in a)
+    return all(torch.allclose(a[n], b[n], rtol=1e-4, atol=2e-6 * float(a[n].abs().max()))
+               for n in a)
 
 
 # ---- Advantages
@@ -85,7 +86,8 @@ def policy_gradient(policy, answers, rewards, rollout_logp, **config):
     """Gradient of the RL loss for a group of one-byte answers to a one-byte prompt."""
     policy.zero_grad()
     n = len(answers)
-    batch = (torch.zeros(n, 1).long(), answers[:, None], rollout_logp[:, None], torch.ones(n, 1).bool(), rewards)
+    batch = (torch.zeros(n, 1).long(), answers[:, None], rollout_logp[:, None],
+             torch.ones(n, 1).bool(), rewards)
     cfg = train.Config(rl_text=0.0, group=n, **config)
     run = SimpleNamespace(cfg=cfg, model=policy, device="cpu")
     for loss in train.rl_losses(run, 0, batch, train.advantages(rewards, n), []):
@@ -100,7 +102,8 @@ def test_on_average_the_gradient_is_that_of_the_expected_reward():
     mean = torch.zeros(3, dtype=torch.float64)
     for group in itertools.product(range(3), repeat=3):  # every group that could be drawn
         answers = torch.tensor(group)
-        mean += logp[answers].sum().exp() * policy_gradient(policy, answers, reward[answers], logp[answers])
+        mean += logp[answers].sum().exp() * policy_gradient(policy, answers, reward[answers],
+                                                              logp[answers])
     policy.zero_grad()
     (-(policy.table.softmax(-1) * reward).sum()).backward()
     assert torch.allclose(mean, policy.table.grad, rtol=1e-12)
@@ -113,7 +116,8 @@ def test_the_weight_is_the_ratio_truncated_at_ratio_max():
     assert torch.allclose(policy_gradient(policy, answers, rewards, logp - np.log(1.5)), 1.5 * base)
     assert torch.allclose(policy_gradient(policy, answers, rewards, logp - np.log(9.0)), 2 * base)
     assert torch.allclose(policy_gradient(policy, answers, rewards, logp + np.log(4.0)), base / 4)
-    assert torch.allclose(policy_gradient(policy, answers, rewards, logp - np.log(9.0), ratio_max=5.0), 5 * base)
+    assert torch.allclose(policy_gradient(policy, answers, rewards, logp - np.log(9.0),
+                                          ratio_max=5.0), 5 * base)
 
 
 def test_k1_and_k3_and_the_differences_follow_their_formulas():
@@ -159,9 +163,11 @@ def test_what_follows_the_stop_changes_no_gradient():
     prompts, answers, logp, mask, rewards = some_batch(run)
     mask = torch.arange(answers.shape[1]).expand_as(mask) < 3
     advantage = train.advantages(rewards, 4)
-    a = gradients(run, train.rl_losses(run, 0, (prompts, answers, logp, mask, rewards), advantage, []))
+    a = gradients(run, train.rl_losses(run, 0, (prompts, answers, logp, mask, rewards),
+                                       advantage, []))
     other = torch.where(mask, answers, (answers + 1) % 256)
-    b = gradients(run, train.rl_losses(run, 0, (prompts, other, logp, mask, rewards), advantage, []))
+    b = gradients(run, train.rl_losses(run, 0, (prompts, other, logp, mask, rewards),
+                                       advantage, []))
     assert same_to_summation(a, b)
 
 
@@ -181,7 +187,8 @@ def test_micro_batches_change_the_rl_gradient_by_no_more_than_summation(precisio
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["text", "mixture"])
 @RECIPES
-def test_micro_batches_change_the_pretraining_gradient_by_no_more_than_summation(precision, mixed, monkeypatch):
+def test_micro_batches_change_the_pretraining_gradient_by_no_more_than_summation(
+        precision, mixed, monkeypatch):
     found = {}
 
     def only_gradients(run, losses):
@@ -217,7 +224,8 @@ def same(a, b):
 
 
 def with_rewards(monkeypatch, rule):
-    monkeypatch.setattr(Task, "rewards", lambda self, prompts, completions: rule(len(prompts)).astype(np.float32))
+    monkeypatch.setattr(Task, "rewards", lambda self, prompts, completions:
+                        rule(len(prompts)).astype(np.float32))
 
 
 @pytest.mark.parametrize("reward", [0, 1])
@@ -244,7 +252,8 @@ def test_a_step_reports_what_happened(monkeypatch):
     run = new_run()
     with_rewards(monkeypatch, lambda n: np.array([0, 1, 0, 1] + [0] * 4 + [1] * 8))
     stats = train.rl_step(run, 0, 1e-3)
-    assert stats["reward"] == 10 / 16 and stats["all_wrong"] == 1 / 4 and stats["all_right"] == 2 / 4
+    assert (stats["reward"] == 10 / 16
+            and stats["all_wrong"] == 1 / 4 and stats["all_right"] == 2 / 4)
     assert stats["reward_std"] == pytest.approx(np.std([0] * 6 + [1] * 10, ddof=1))
     assert 0 < stats["entropy"] < np.log(256) and stats["load"] >= 1 and stats["grad_norm"] > 0
     assert stats["truncated"] == 0 and 0 <= stats["no_stop"] <= 1
@@ -261,7 +270,8 @@ def test_rl_and_its_gate_see_training_problems_and_evaluation_sees_held_out_ones
     run, asked = new_run(), []
     original = type(run.task).problems
     monkeypatch.setattr(type(run.task), "problems",
-                        lambda self, seed, split, ids: (asked.append(split), original(self, seed, split, ids))[1])
+                        lambda self, seed, split, ids:
+                        (asked.append(split), original(self, seed, split, ids))[1])
     train.rollout(run, 0)
     train.pass_rate(run, 0, 8, split="train")
     train.pass_rate(run, 0, 8)
@@ -290,7 +300,8 @@ def test_with_one_scale_for_all_tokens_they_do_not():
 
 def task_loss(run, step):
     """Loss of the answers in rows of task lines."""
-    rows, mask = task_rows(run.task, run.cfg.seed, step, np.arange(run.cfg.batch), run.cfg.seq_len + 1)
+    rows, mask = task_rows(run.task, run.cfg.seed, step, np.arange(run.cfg.batch),
+                           run.cfg.seq_len + 1)
     mask = train.to_device(run, mask[:, 1:])
     yield (train.token_losses(run.model, train.to_device(run, rows)) * mask).sum() / mask.sum()
 
@@ -336,4 +347,5 @@ def test_the_checker_wants_the_answer_its_stop_and_nothing_more():
     task = new_run().task
     prompts = np.repeat(as_row(b"3142>"), 5, 0)
     tries = [b"1234\n\0", b"1234\n5", b"12345\n", b"1234\0\0", b"3142\n\0"]
-    assert task.rewards(prompts, np.concatenate([as_row(t) for t in tries])).tolist() == [1, 0, 0, 0, 0]
+    assert task.rewards(prompts, np.concatenate([as_row(t) for t in tries])
+                        ).tolist() == [1, 0, 0, 0, 0]

@@ -24,8 +24,10 @@ from model import GPT
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = str(ROOT / "data" / "task.py")
-TINY = f"""--data {TEXT} --precision nvfp4 --dim 32 --heads 2 --kv-heads 1 --expert-dim 32 --seq-len 32
-    --batch 4 --steps 4 --text-share 0.5 --gate 1 --gate-every 2 --warmup 2 --eval-every 3 --log-every 1
+TINY = f"""--data {TEXT} --precision nvfp4 --dim 32 --heads 2 --kv-heads 1 --expert-dim 32 \
+--seq-len 32
+    --batch 4 --steps 4 --text-share 0.5 --gate 1 --gate-every 2 --warmup 2 --eval-every 3 \
+--log-every 1
     --save-every 3 --task sort4 --rl-lr 1e-3 --rl-steps 4 --prompts 2 --group 4 --rl-text-rows 2
     --rl-eval-every 3 --rl-warmup 2 --eval-rows 1 --eval-problems 8""".split()
 TIMINGS = {"seconds", "eval_seconds", "rollout_seconds", "train_seconds", "tokens_per_s", "mfu"}
@@ -194,7 +196,8 @@ def test_killed_in_its_first_save_a_run_starts_anew_with_the_same_command(finish
 def test_killed_again_and_again_a_run_still_arrives(finished, tmp_path):
     out = tmp_path / "run"
     killed([*TINY, "--out", str(out)], ("pretrain_step", 2, False))
-    for where in (("pretrain_step", 2, True), ("replace", 1, False), ("rl_step", 2, True), ("dcp", 3, True)):
+    for where in (("pretrain_step", 2, True), ("replace", 1, False), ("rl_step", 2, True),
+                  ("dcp", 3, True)):
         killed(["--resume", "--out", str(out)], where)
     assert resume(out) == 0
     assert_same_run(out, finished)
@@ -223,7 +226,8 @@ def interrupt_in(monkeypatch, name, call, times=1):
     monkeypatch.setattr(train, name, step)
 
 
-@pytest.mark.parametrize("name, call, saved", [("pretrain_step", 2, "pretrain-000002"), ("rl_step", 1, "rl-000001")])
+@pytest.mark.parametrize("name, call, saved", [("pretrain_step", 2, "pretrain-000002"),
+                                               ("rl_step", 1, "rl-000001")])
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(
         finished, tmp_path, capsys, monkeypatch, name, call, saved):
     out = tmp_path / "run"
@@ -236,7 +240,8 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(
     assert_same_run(out, finished)
 
 
-def test_a_second_ctrl_c_stops_at_once_and_the_last_save_stays(finished, tmp_path, capsys, monkeypatch):
+def test_a_second_ctrl_c_stops_at_once_and_the_last_save_stays(
+        finished, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     interrupt_in(monkeypatch, "pretrain_step", 4, times=2)
     assert start(out) == 130
@@ -249,10 +254,13 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_save_stays(finished, tmp_pat
 
 def test_ctrl_c_at_a_real_process(tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "train.py", *TINY, "--steps", "100000", "--text-share", "1", "--out", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "train.py", *TINY, "--steps", "100000", "--text-share", "1",
+               "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not ((out / "log.jsonl").is_file() and len(rows(out)[1]) > 3):
+    while time.monotonic() < deadline and not (
+            (out / "log.jsonl").is_file() and len(rows(out)[1]) > 3):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
@@ -268,7 +276,8 @@ def test_ctrl_c_at_a_real_process(tmp_path):
 def test_the_log_begins_with_a_header(finished):
     header, _ = rows(finished)
     cfg = train.Config(**header["config"])
-    assert cfg.precision == "nvfp4" and cfg.dim == 32 and cfg.preset == "tiny" and cfg.out == str(finished)
+    assert (cfg.precision == "nvfp4" and cfg.dim == 32
+            and cfg.preset == "tiny" and cfg.out == str(finished))
     model, corpus = GPT(cfg.model(), cfg.precision), prepare.load_corpus(TEXT)
     assert (header["parameters"], header["active"]) == model.parameters_active()
     assert header["device"] == "cpu" and "reference" in header["backend"]
@@ -278,9 +287,10 @@ def test_the_log_begins_with_a_header(finished):
 
 
 PRETRAIN_KEYS = {"lr", "loss", "text_loss", "grad_norm", "load", "seconds", "tokens_per_s"}
-RL_KEYS = {"lr", "loss", "reward", "reward_std", "all_wrong", "all_right", "entropy", "k1", "k3", "logp_diff",
-           "logp_diff_median", "logp_diff_max", "logp_diff_share", "truncated", "grad_norm", "no_stop", "load",
-           "rollout_seconds", "train_seconds", "seconds", "tokens_per_s"}
+RL_KEYS = {"lr", "loss", "reward", "reward_std", "all_wrong", "all_right", "entropy", "k1", "k3",
+           "logp_diff", "logp_diff_median", "logp_diff_max", "logp_diff_share", "truncated",
+           "grad_norm", "no_stop", "load", "rollout_seconds", "train_seconds", "seconds",
+           "tokens_per_s"}
 EVAL_KEYS = {"val_loss", "bpb", "eval_seconds"}
 
 
@@ -318,8 +328,10 @@ def test_no_terminal_no_progress_bar_but_a_summary_with_a_curve(tmp_path):
     lines = done.stdout.splitlines()
     assert "nvfp4" in lines[0] and "bigram" in lines[0] and "128 tokens a step" in lines[0]
     summaries = [line for line in lines if re.match(r"(pretrain|rl): 4 steps in", line)]
-    assert len(summaries) == 2 and "bits per byte (bigram" in summaries[0] and "pass rate" in summaries[1]
-    curves = [line for line in lines if re.match(r"(loss|reward) -?\d+\.\d\d [▁▂▃▄▅▆▇█]{4} -?\d+\.\d\d$", line)]
+    assert (len(summaries) == 2
+            and "bits per byte (bigram" in summaries[0] and "pass rate" in summaries[1])
+    curves = [line for line in lines if re.match(
+        r"(loss|reward) -?\d+\.\d\d [▁▂▃▄▅▆▇█]{4} -?\d+\.\d\d$", line)]
     assert len(curves) == 2
     assert any("the gate of 1.0 was not reached" in line for line in lines)
 
@@ -335,14 +347,16 @@ def test_a_sparkline_is_as_high_as_its_values_and_no_longer_than_asked():
 
 def test_where_the_gate_is_reached_pretraining_ends(tmp_path, capsys):
     assert start(tmp_path / "run", "--gate", 0, "--stage", "pretrain", "--steps", 20) == 0
-    assert train.latest_checkpoint(tmp_path / "run").name == "pretrain-000012"  # text to 10, then every 2
+    # Text to 10, then a measurement every 2.
+    assert train.latest_checkpoint(tmp_path / "run").name == "pretrain-000012"
     assert "was not reached" not in capsys.readouterr().out
 
 
 def test_text_alone_has_no_task_and_no_rl(tmp_path):
     assert start(tmp_path / "run", "--text-share", 1, "--steps", 2) == 0
     _, others = rows(tmp_path / "run")
-    assert {r["stage"] for r in others} == {"pretrain"} and not any("pass_rate" in r for r in others)
+    assert ({r["stage"] for r in others} == {"pretrain"}
+            and not any("pass_rate" in r for r in others))
 
 
 # ---- Data, schedule, evaluation
@@ -409,7 +423,8 @@ def test_eval_measures_again_what_the_log_says_and_writes_nothing(copy, capsys):
     assert train.main(["--stage", "eval", "--out", str(copy)]) == 0
     assert contents(copy) == before
     output = capsys.readouterr().out
-    assert f"bits per byte {last['bpb']:.3f}" in output and f"pass rate {last['pass_rate']:.3f}" in output
+    assert (f"bits per byte {last['bpb']:.3f}" in output
+            and f"pass rate {last['pass_rate']:.3f}" in output)
 
 
 def sampled(capfdbinary, out, *flags):
@@ -421,7 +436,7 @@ def sampled(capfdbinary, out, *flags):
 def test_sample_continues_the_prompt_past_the_length_of_a_row(copy, capfdbinary):
     before = contents(copy)
     text = sampled(capfdbinary, copy)
-    assert text.startswith(b"import ") and len(text) == len(b"import ") + 40  # 47 bytes, rows have 32
+    assert text.startswith(b"import ") and len(text) == len(b"import ") + 40  # 47, rows have 32
     assert text == sampled(capfdbinary, copy) and text != sampled(capfdbinary, copy, "--seed", "1")
     greedy = [sampled(capfdbinary, copy, "--temperature", "0", "--seed", s) for s in "01"]
     assert greedy[0] == greedy[1] == sampled(capfdbinary, copy, "--sample-top-k", "1")
@@ -472,7 +487,7 @@ def refused(capsys, argv):
 
 @pytest.mark.parametrize("flags, parts", [
     (["--learning-rate", 3], ["--learning-rate"]),
-    (["--prec", "nvfp4"], ["--prec"]),  # no abbreviations: they would change meaning with the next flag
+    (["--prec", "nvfp4"], ["--prec"]),  # no abbreviations: the next flag could change their meaning
     (["--precision", "fp4"], ["--precision", "'fp4'", "nvfp4"]),
     (["--preset", "huge"], ["--preset", "'huge'", "tiny", "base"]),
     (["--stage", "test"], ["--stage", "'test'", "pretrain"]),
@@ -495,7 +510,8 @@ def refused(capsys, argv):
     (["--stage", "rl"], ["no checkpoint", "--stage rl"]),
     (["--stage", "eval"], ["no checkpoint", "--stage eval"]),
     (["--stage", "sample"], ["no checkpoint", "--stage sample"]),
-], ids=lambda v: " ".join(map(str, v)) if isinstance(v, list) and str(v[0]).startswith("--") else "")
+], ids=lambda v: (" ".join(map(str, v))
+                  if isinstance(v, list) and str(v[0]).startswith("--") else ""))
 def test_a_wrong_flag_is_one_sentence_and_writes_nothing(capsys, tmp_path, flags, parts):
     sentence = refused(capsys, [*TINY, "--out", tmp_path / "run", *flags])
     assert [part for part in parts if part not in sentence] == []
@@ -509,7 +525,8 @@ def test_a_wrong_flag_is_one_sentence_and_writes_nothing(capsys, tmp_path, flags
     ("image.png", b"\x89PNG\0\0" * 100, ["no text"]),
     ("val.bin", b"x" * 100, ["train.bin", "missing"]),
 ])
-def test_data_that_is_missing_empty_short_or_no_text_is_refused(capsys, tmp_path, name, data, parts):
+def test_data_that_is_missing_empty_short_or_no_text_is_refused(
+        capsys, tmp_path, name, data, parts):
     path = tmp_path / name
     if data is not None:
         path.write_bytes(data)
@@ -520,7 +537,8 @@ def test_data_that_is_missing_empty_short_or_no_text_is_refused(capsys, tmp_path
 
 
 def test_a_real_process_refuses_with_exit_code_2(tmp_path):
-    done = subprocess.run([sys.executable, "train.py", "--top-k", "9", "--out", str(tmp_path / "run")],
+    done = subprocess.run([sys.executable, "train.py", "--top-k", "9",
+                           "--out", str(tmp_path / "run")],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert "top_k 9" in one_sentence(done.stderr)
@@ -551,7 +569,8 @@ def test_a_file_is_no_output_folder(capsys, tmp_path):
 
 
 def test_another_model_in_init_from_is_refused(capsys, finished, tmp_path):
-    sentence = refused(capsys, [*TINY, "--dim", 64, "--init-from", finished, "--out", tmp_path / "run"])
+    sentence = refused(capsys, [*TINY, "--dim", 64, "--init-from", finished,
+                                "--out", tmp_path / "run"])
     assert "--dim 64" in sentence and "32" in sentence and not (tmp_path / "run").exists()
 
 
@@ -605,7 +624,8 @@ def test_tensors_of_another_model_are_refused(capsys, copy, finished):
     state["config"]["expert_dim"] = 64
     (path / "run.json").write_text(json.dumps(state))
     sums = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(sums | {"run.json": train.digest(path / "run.json")}))
+    (path / "manifest.json").write_text(
+        json.dumps(sums | {"run.json": train.digest(path / "run.json")}))
     sentence = refused(capsys, ["--resume", "--out", copy])
     assert str(path) in sentence and "another model" in sentence
 
@@ -652,7 +672,8 @@ def test_an_error_of_the_checkpoint_library_is_one_sentence(copy, capsys, monkey
         raise OSError(28, "No space left on device")
 
     original = train.dcp
-    monkeypatch.setattr(train, "dcp", lambda verb, *args: (full if verb == "save" else original)(verb, *args))
+    monkeypatch.setattr(train, "dcp", lambda verb, *args:
+                        (full if verb == "save" else original)(verb, *args))
     sentence = refused(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
     assert "No space left on device" in sentence and "rl-000004" in sentence
 

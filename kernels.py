@@ -46,7 +46,7 @@ def jit(f):
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-# --------------------------------------------------------------------------------- which backend runs
+# ------------------------------------------------------------------------------- which backend runs
 NATIVE = ((10, 0), (10, 3))          # compute capabilities whose block-scaled MMA we compile for
 BACKENDS = ("auto", "native", "emulated", "reference")
 _chosen = "auto"
@@ -93,13 +93,15 @@ def describe(device):
     device = torch.device(device)
     name = backend(device)
     what = dict(native="packed codes and scales go into block-scaled tensor cores",
-                emulated="a bf16 GEMM on the exact decoded values, the products of a block-scaled one",
-                reference="plain PyTorch, the numbers that the GPU kernels are checked against")[name]
+                emulated="a bf16 GEMM on the exact decoded values, "
+                         "the products of a block-scaled one",
+                reference="plain PyTorch, "
+                          "the numbers that the GPU kernels are checked against")[name]
     why = "as asked for" if _chosen == name else _can_run("native", device)
     return f"{name}: {what}" + (f" ({why})" if why else "")
 
 
-# --------------------------------------------------------------------------- rounding, inside a kernel
+# ------------------------------------------------------------------------ rounding, inside a kernel
 @jit
 def _mix(h):
     """quant.mix on uint32."""
@@ -224,7 +226,7 @@ def _nvfp4_scales(amax, outer, UP: tl.constexpr, GIVEN: tl.constexpr, FP8: tl.co
     return tl.where(bad, 0x7F, byte), scale, tl.where(s > 0, tl.math.div_rn(1.0, scale), 0.0)
 
 
-# ---------------------------------------------------------------------------- decoding, inside a kernel
+# ------------------------------------------------------------------------ decoding, inside a kernel
 @jit
 def _decode_e4m3(byte, FP8: tl.constexpr):
     if FP8:
@@ -248,7 +250,7 @@ def _decode_e8m0(byte):
     return _float(tl.where(b == 255, 0x7FC00000, tl.maximum(b << 23, 0x00400000)))
 
 
-# ------------------------------------------------------------------------------------ the one kernel
+# ----------------------------------------------------------------------------------- the one kernel
 @jit
 def _gather(p, at, width, k, COLUMNS: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr):
     """Load columns k of the rows `at` of a matrix with `width` numbers a row, VECTOR to a thread at
@@ -730,8 +732,8 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
     reads, and what the numbers on a wire decode to.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
-    rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K] sorted
-    by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
+    rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
+    sorted by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
     swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded.
     """
     dtype = dtype or torch.bfloat16
@@ -996,8 +998,8 @@ def _gemm_call(a, b, counts, kind, tile=None, decode=False):
     fmt = ("nvfp4" if quant.is_fp4(a.fmt) else "mxfp8") if native else "bf16"
     V, pack = (16, 2) if fmt == "nvfp4" else (32, 1)
     if native and quant.is_fp4(a.fmt) != quant.is_fp4(b.fmt):
-        raise ValueError(f"{a.fmt} times {b.fmt}: block-scaled tensor cores take two of one format; "
-                         "the emulated backend takes any")
+        raise ValueError(f"{a.fmt} times {b.fmt}: block-scaled tensor cores take two of one "
+                         "format; the emulated backend takes any")
     if not native and (a.shape[-1] % 8 or b.shape[-1] % 8):
         raise ValueError(f"operands {tuple(a.shape)} and {tuple(b.shape)}: "
                          "rows must be a multiple of 16 bytes")
@@ -1060,7 +1062,7 @@ def gemm_wgrad(dy, x, counts=None):
     return _grouped_gemm(dy, x, counts, "wgrad")
 
 
-# -------------------------------------------------------------- what the compiler makes of the GEMMs
+# ------------------------------------------------------------- what the compiler makes of the GEMMs
 # No Blackwell was at hand. What is known of the native kernels is their machine code, which Triton
 # makes on any machine: a tile it cannot map would be upcast, or trap, without an error.
 class _Target:
@@ -1080,7 +1082,7 @@ class _Target:
 
 
 def compile_gemm(arch, fmt, kind, experts=64, tile=None):
-    """The kernel that is launched for a GEMM in `fmt` on sm_<arch>, compiled but not run; of a dense
+    """The kernel launched for a GEMM in `fmt` on sm_<arch>, compiled but not run; of a dense
     layer where experts=None. Sizes matter only as multiples of 128."""
     R, N, K, E = 1024, 256, 512, experts or 1
 
@@ -1144,8 +1146,8 @@ def native_faults(kernel, fmt):
 
 def report_native():
     """Print what the native GEMMs compile to: no GPU needed, about two seconds a line."""
-    print(f"\n{'native GEMM, compiled':30}{'tcgen05.mma':35}{'scales by':12}{'TMEM':>5}{'shared':>8}"
-          f"{'stack':>6}  faults")
+    print(f"\n{'native GEMM, compiled':30}{'tcgen05.mma':35}{'scales by':12}{'TMEM':>5}"
+          f"{'shared':>8}{'stack':>6}  faults")
     for arch in (100, 103):
         for fmt in ("mxfp8", "nvfp4"):
             for kind, name in (("forward", "forward, dgrad"), ("wgrad", "wgrad")):
@@ -1158,11 +1160,11 @@ def report_native():
                       f"{'; '.join(native_faults(kernel, fmt)) or 'none'}")
 
 
-# -------------------------------------------------------------------------------------------- SwiGLU
+# ------------------------------------------------------------------------------------------- SwiGLU
 @jit
 def _swiglu_kernel(h, dy, out, size, F: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up of h [R, 2F] = [gate | up], or, given dy [R, F], its gradient [R, 2F]: both halves
-    from one read, which a compiler makes two of."""
+    """silu(gate) * up of h [R, 2F] = [gate | up], or, given dy [R, F], its gradient [R, 2F]: both
+    halves from one read, which a compiler makes two of."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     at = i // F * (2 * F) + i % F
@@ -1180,7 +1182,8 @@ def _swiglu_kernel(h, dy, out, size, F: tl.constexpr, BLOCK: tl.constexpr):
 
 def _swiglu(h, dy, out):
     F = h.shape[1] // 2
-    _swiglu_kernel[_ceil(h.shape[0] * F, 2048),](h, dy, out, h.shape[0] * F, F=F, BLOCK=2048, num_warps=8)
+    _swiglu_kernel[_ceil(h.shape[0] * F, 2048),](h, dy, out, h.shape[0] * F,
+                                                 F=F, BLOCK=2048, num_warps=8)
     return out
 
 
@@ -1217,7 +1220,7 @@ def ops(device):
                            gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 
-# ------------------------------------------------------------------------------------- the benchmark
+# ------------------------------------------------------------------------------------ the benchmark
 def quantise_cases(rows, cols, device="cuda"):
     """name -> (function, bytes read and written, share of copy bandwidth to reach or None)."""
     x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
@@ -1283,7 +1286,8 @@ def bench_quantise(rows=131072, cols=2048):
         functions[name] = f
         functions[name, 0], functions[name, 1] = partial(b.copy_, a), partial(torch.neg, a, out=b)
     seconds = interleaved(functions)
-    print(f"\n{rows} x {cols} bf16, n = {len(seconds[next(iter(cases))])}, median (lowest to highest)")
+    print(f"\n{rows} x {cols} bf16, n = {len(seconds[next(iter(cases))])}, "
+          "median (lowest to highest)")
     print(f"{'kernel':44}{'GB':>6}{'TB/s':>7}{'share of a copy':>26}{'bar':>7}")
     for name, (_, size, bar) in cases.items():
         share = sorted(min(copies) / s for s, *copies in
@@ -1335,12 +1339,14 @@ def bench_gemm():
 
 
 def main():
-    parser = argparse.ArgumentParser(description="What this machine is, and how fast the kernels are.")
+    parser = argparse.ArgumentParser(
+        description="What this machine is, and how fast the kernels are.")
     parser.add_argument("--bench", action="store_true", help="measure (needs a CUDA GPU)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "no CUDA GPU"
-    print(f"{name}, torch {torch.__version__}, Triton {triton.__version__ if triton else 'not installed'}")
+    print(f"{name}, torch {torch.__version__}, "
+          f"Triton {triton.__version__ if triton else 'not installed'}")
     print(describe(device))
     if triton:
         report_native()

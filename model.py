@@ -33,7 +33,7 @@ class ModelConfig:
     top_k: int = 2
     expert_dim: int = 64
     shared: int = 1              # shared experts: every token's, one SwiGLU of shared * expert_dim
-    dense_layers: int = 0        # leading layers with one dense SwiGLU of dense_dim instead of experts
+    dense_layers: int = 0        # leading layers: one dense SwiGLU of dense_dim instead of experts
     dense_dim: int = 0
     seq_len: int = 128
     vocab: int = 256
@@ -42,21 +42,25 @@ class ModelConfig:
     route_scale: float = 1.0     # multiplies the gates
 
     def __post_init__(self):
-        for name in ("dim", "layers", "heads", "kv_heads", "experts", "top_k", "expert_dim", "seq_len"):
+        for name in ("dim", "layers", "heads", "kv_heads",
+                     "experts", "top_k", "expert_dim", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
         object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.heads)
         object.__setattr__(self, "dense_dim", self.dense_dim or 4 * self.dim)
         if self.head_dim < 1 or self.dense_dim < 1:
-            raise ValueError(f"head_dim {self.head_dim} and dense_dim {self.dense_dim}: must be at least 1")
+            raise ValueError(f"head_dim {self.head_dim} and dense_dim {self.dense_dim}: "
+                             "must be at least 1")
         if self.top_k > self.experts:
-            raise ValueError(f"top_k {self.top_k}: must be at most the number of experts, {self.experts}")
+            raise ValueError(f"top_k {self.top_k}: must be at most "
+                             f"the number of experts, {self.experts}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads}: must divide heads {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim}: must be even, rotary positions turn pairs")
         if not 0 <= self.dense_layers <= self.layers:
-            raise ValueError(f"dense_layers {self.dense_layers}: must be 0 to layers, {self.layers}")
+            raise ValueError(f"dense_layers {self.dense_layers}: "
+                             f"must be 0 to layers, {self.layers}")
         if self.shared < 0:
             raise ValueError(f"shared {self.shared}: must be at least 0")
 
@@ -70,7 +74,7 @@ class ModelConfig:
                                  f"{recipe.name}, whose blocks run along both sides of a weight")
 
 
-# ---------------------------------------------------------------------------------------- small parts
+# -------------------------------------------------------------------------------------- small parts
 class _Embed(torch.autograd.Function):
     """Rows of a table; the gradient is a GEMM with one-hot rows, which sums in a fixed order."""
 
@@ -126,7 +130,7 @@ def rope(x, cos, sin):
 
 
 def in_pieces(t, n):
-    """fp32 t as n bf16 tensors side by side, [n, *t.shape], that add up to it; 3 hold all 24 bits."""
+    """fp32 t as n bf16 tensors side by side, [n, *t.shape], that sum to it; 3 hold all 24 bits."""
     found = []
     for _ in range(n):
         found.append(t.bfloat16())
@@ -135,8 +139,8 @@ def in_pieces(t, n):
 
 
 class _RouterLogits(torch.autograd.Function):
-    """x W^T [N, E] in fp32, for bf16 x [N, D] and fp32 W [E, D], on bf16 tensor cores: every product of
-    a piece is exact and the sums are fp32."""
+    """x W^T [N, E] in fp32, for bf16 x [N, D] and fp32 W [E, D], on bf16 tensor cores: every
+    product of a piece is exact and the sums are fp32."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -156,7 +160,7 @@ def router_logits(x, w):
     """x [N, D] times w [E, D] transposed, in fp32 whatever the type of x."""
     if x.is_cuda:
         return _RouterLogits.apply(x, w)
-    short = -len(x) % 32            # whole 32s: a row's bits must not depend on N, nor in the sigmoid
+    short = -len(x) % 32          # whole 32s: a row's bits must not depend on N, nor in the sigmoid
     return F.pad(x, (0, 0, 0, short)) @ w.T
 
 
@@ -170,7 +174,7 @@ def choose(logits, bias, top_k, scale):
     return experts, gates / gates.sum(-1, keepdim=True) * scale
 
 
-# --------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------- layers
 class Layer(nn.Module):
     """Attention and experts; weights are plain fp32 parameters, the GEMMs are quant.py's."""
 
@@ -194,7 +198,8 @@ class Layer(nn.Module):
             self.w2 = weight(cfg.experts, D, cfg.expert_dim)
             # Not trained by gradient: moved by the sign of the load error (see balance()).
             self.register_buffer("bias", torch.zeros(cfg.experts))
-            self.register_buffer("load", torch.zeros(cfg.experts, dtype=torch.int64), persistent=False)
+            self.register_buffer("load", torch.zeros(cfg.experts, dtype=torch.int64),
+                                 persistent=False)
         width = cfg.shared * cfg.expert_dim if self.is_moe else cfg.dense_dim
         if width:
             self.v1, self.v2 = weight(2 * width, D), weight(D, width)
@@ -213,7 +218,8 @@ class Layer(nn.Module):
     def attention(self, x, lin, positions, cos, sin, cache):
         """x [B, T, D] -> [B, T, D]. cache: None, or (keys, values [B, G, length, C])."""
         B, T, _ = x.shape
-        q, k = norm_rope(lin("wq", x), lin("wk", x), self.q_norm, self.k_norm, cos, sin, self.cfg.norm_eps)
+        q, k = norm_rope(lin("wq", x), lin("wk", x), self.q_norm, self.k_norm, cos, sin,
+                         self.cfg.norm_eps)
         v = lin("wv", x).view(B, T, -1, self.cfg.head_dim).transpose(1, 2)       # [B, G, T, C]
         mask = None
         if cache is not None:
@@ -237,20 +243,21 @@ class Layer(nn.Module):
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
-                                 rounded=("x",) if g.wire == "mxfp8" else (), seed=quant.fold(seed, 1))
+                                 rounded=("x",) if g.wire == "mxfp8" else (),
+                                 seed=quant.fold(seed, 1))
         y = quant.grouped_linear(act(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
                                  rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
         return moe_comm.combine(y, gates, plan, wire)
 
     def forward(self, x, deltas, weights, positions, cos, sin, cache, seed, first_token):
-        """Add `deltas` to the residual stream x [B, T, D]; return it and what this layer adds to it."""
+        """Add `deltas` to the residual stream x [B, T, D]; return it and what this layer adds."""
         tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
                               device=x.device)
         gemms, act = self.linears(), quant.backend_for(x).swiglu
 
         def lin(name, x):
-            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], rows=tokens,
-                                seed=quant.fold(seed, 32 + list(gemms).index(name)))
+            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name],
+                                rows=tokens, seed=quant.fold(seed, 32 + list(gemms).index(name)))
         x, h = add_norm(x, deltas, self.attn_norm, self.cfg.norm_eps)
         x, h = add_norm(x, [self.attention(h, lin, positions, cos, sin, cache)], self.ffn_norm,
                         self.cfg.norm_eps)
@@ -280,7 +287,7 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def init_weights(self, seed):
-        """Normal with standard deviation 1/sqrt(inputs); smaller where the residual stream adds up."""
+        """Normal with standard deviation 1/sqrt(inputs); less where the residual stream adds up."""
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() < 2:
@@ -296,7 +303,7 @@ class GPT(nn.Module):
         return torch.bfloat16 if self.embed.is_cuda else torch.float32
 
     def begin_step(self, seed):
-        """Set the seed of this step's stochastic rounding. On a GPU it is written to where a captured
+        """Set the seed of this step's stochastic rounding. On a GPU it is written where a captured
         step reads it."""
         if self.embed.is_cuda:
             if not torch.is_tensor(self.seed):
@@ -307,14 +314,13 @@ class GPT(nn.Module):
         self.weights_changed()
 
     def weights_changed(self):
-        """Make the operands anew before they are read. Fused AdamW and checkpoint loading write behind
-        autograd's version counter, by which forward() sees other changes."""
+        """Make the operands anew before they are read. Fused AdamW and checkpoint loading write
+        behind autograd's version counter, by which forward() sees other changes."""
         self._versions, self.codes = None, {}
 
     def keep_codes(self, codes):
-        """Let the GEMMs read these codes, name -> Quantized, of the weights as they are now: decoded
-        numbers rounded again can differ, in blocks whose scale is subnormal. Until the weights change.
-        """
+        """Let the GEMMs read these codes of the weights, name -> Quantized, until those change:
+        decoded numbers rounded again can differ, in blocks whose scale is subnormal."""
         self.codes = {name: (q, self.get_parameter(name)._version) for name, q in codes.items()}
 
     def codes_of(self, name, gemms):
@@ -328,8 +334,8 @@ class GPT(nn.Module):
         return self._versions != [p._version for p in self.parameters()]
 
     def prepare(self):
-        """Make the GEMM operands of all weights: once per optimizer step. On a GPU their storage stays,
-        because captured graphs read it."""
+        """Make the GEMM operands of all weights: once per optimizer step. On a GPU their storage
+        stays, because captured graphs read it."""
         old = self.operands if self.embed.is_cuda else None
 
         def one(i, j, name, w, g):
@@ -344,8 +350,8 @@ class GPT(nn.Module):
         self.operands, self._versions = operands, [p._version for p in self.parameters()]
 
     def forward(self, idx, cache=None, first_token=0):
-        """Logits [B, T, V] (fp32) of bytes idx [B, T]. first_token: this micro-batch's first token in
-        the whole batch; it names the tokens for stochastic rounding."""
+        """Logits [B, T, V] (fp32) of bytes idx [B, T]. first_token: this micro-batch's first token
+        in the whole batch; it names the tokens for stochastic rounding."""
         if self.stale():
             self.prepare()
         positions = torch.arange(idx.shape[1], device=idx.device)
@@ -374,12 +380,12 @@ class GPT(nn.Module):
                 block.load.zero_()
         return torch.stack(worst).max()
 
-    # ------------------------------------------------------------------------------------- generation
+    # ----------------------------------------------------------------------------------- generation
     @torch.no_grad()
     def stream(self, prompt, new, *, temperature=1.0, top_k=0, seed=0, ids=None):
         """Yield (byte [B], log-probability [B]) for each of `new` positions after prompt [B, P].
 
-        temperature 0 is greedy; top_k 0 keeps every byte. The draw for sequence ids[b] at a position
+        temperature 0 is greedy; top_k 0 keeps all bytes. The draw for sequence ids[b] at a position
         depends on (seed, id, position) alone, not on the batch. The log-probability is that of the
         distribution drawn from. Past seq_len the window slides by half.
         """
@@ -388,7 +394,8 @@ class GPT(nn.Module):
         for n in range(new):
             if decoder is None or decoder.filled == limit:
                 window = text[:, -(limit if decoder is None else -(-limit // 2)):]
-                decoder = self.decoder(len(prompt), min(limit, window.shape[1] + new - n), temperature, top_k)
+                decoder = self.decoder(len(prompt), min(limit, window.shape[1] + new - n),
+                                       temperature, top_k)
                 token, logp = decoder.start(window, ids, seed, n)
             else:
                 token, logp = decoder.step()
@@ -396,8 +403,8 @@ class GPT(nn.Module):
             yield token, logp
 
     def decoder(self, *key):
-        """A Decoder for (batch, length, temperature, top_k). A GPU keeps one of each: its captured step
-        is worth more than its memory."""
+        """A Decoder for (batch, length, temperature, top_k). A GPU keeps one of each: its captured
+        step is worth more than its memory."""
         if not self.embed.is_cuda:
             return Decoder(self, *key)
         if key not in self.decoders:
@@ -422,7 +429,7 @@ class GPT(nn.Module):
                     break
         return torch.stack(tokens, 1), torch.stack(logps, 1), torch.stack(masks, 1)
 
-    # -------------------------------------------------------------------------------------- accounting
+    # ----------------------------------------------------------------------------------- accounting
     def parameters_active(self):
         """(all parameters, those that one token uses)."""
         total = sum(p.numel() for p in self.parameters())
@@ -439,7 +446,7 @@ class GPT(nn.Module):
 
 
 class Cache:
-    """Keys and values [B, G, length, C] of each layer, and how many positions are filled (a tensor)."""
+    """Keys and values [B, G, length, C] of each layer; how many positions are filled (a tensor)."""
 
     def __init__(self, model, batch, length):
         cfg, device = model.cfg, model.embed.device
@@ -450,7 +457,7 @@ class Cache:
 
 
 class Decoder:
-    """Generation of one batch: everything that changes from byte to byte lies on the device, so that a
+    """Generation of one batch: all that changes from byte to byte lies on the device, so that a
     GPU can replay the step as one captured graph."""
 
     def __init__(self, model, batch, length, temperature, top_k):
@@ -488,7 +495,7 @@ class Decoder:
 
 
 def sample(logits, temperature, top_k, seed, ids, column):
-    """Draw a byte from logits [B, V]: (byte [B], its log-probability [B]). ids [B, 1] and column [1]
+    """Draw a byte from logits [B, V]: (byte [B], log-probability [B]). ids [B, 1] and column [1]
     name the draw."""
     if temperature == 0:
         logp, token = F.log_softmax(logits, -1).max(-1)

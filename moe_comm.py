@@ -27,7 +27,7 @@ ALIGN = 128      # each expert's rows start at a multiple: the GEMM tile, and wh
 class Plan:
     """Where each token copy goes. Copy t*k + j is token t on its way to its j-th expert.
 
-    The buffer has R = T*k + E*127 rows, rounded up: a static size, so that nothing waits for counts.
+    The buffer has R = T*k + E*127 rows, rounded up: a static size, so nothing waits for counts.
     A padding row holds token 0's copy; no GEMM reads it.
     """
     counts: torch.Tensor      # int32 [E] real rows of each expert
@@ -42,10 +42,11 @@ def route(experts, n_experts):
     flat = experts.flatten()                                                     # [T*k]
     device = flat.device
     sorted_, order = flat.to(torch.int16).sort(stable=True)                      # copy at each rank
-    ends = torch.searchsorted(sorted_, torch.arange(n_experts, device=device).to(torch.int16), right=True)
+    ends = torch.searchsorted(sorted_, torch.arange(n_experts, device=device).to(torch.int16),
+                              right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     padded = (counts + ALIGN - 1) // ALIGN * ALIGN
-    shift = (padded.cumsum(0) - padded) - (ends - counts)                        # start - first rank
+    shift = (padded.cumsum(0) - padded) - (ends - counts)                        # from rank to row
     row = torch.arange(T * k, device=device) + shift[sorted_.long()]
     R = -(-(T * k + n_experts * (ALIGN - 1)) // ALIGN) * ALIGN
     slot = torch.empty_like(flat).scatter_(0, order, row)
@@ -75,7 +76,7 @@ def gated_rows(dout, gates, copy):
 
 
 def over_the_wire(x, fmt):
-    """Rows x [R, D] as they come out at the other end: rounded to `fmt` in blocks along each row."""
+    """Rows x [R, D] as they arrive at the other end: rounded to `fmt` in blocks along each row."""
     return x if fmt == "bf16" else quant.backend_for(x).cast(x, fmt)
 
 
@@ -85,9 +86,9 @@ class _Dispatch(torch.autograd.Function):
         ctx.plan, ctx.back, ctx.tokens = plan, back, x.shape[0]
         if quant.is_fp4(wire):
             q = quant.backend_for(x).quantize(x, wire).select(plan.token)
-            # The numbers travel packed. What autograd sees is a shape for the gradient to flow through.
+            # The numbers travel packed. Autograd sees a shape for the gradient to flow through.
             return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q
-        return over_the_wire(x, wire).index_select(0, plan.token), None                               # [R, D]
+        return over_the_wire(x, wire).index_select(0, plan.token), None          # [R, D]
 
     @staticmethod
     @once_differentiable
@@ -124,5 +125,5 @@ def dispatch(x, plan, wire="bf16", back="bf16"):
 
 
 def combine(y, gates, plan, wire="bf16"):
-    """out[t] = sum over j of gates[t, j] * y[row of copy (t, j)], y [R, D] rounded to `wire` first."""
+    """out[t] = sum over j of gates[t, j] * y[row of copy (t, j)], y [R, D] rounded to `wire`."""
     return _Combine.apply(y, gates, plan, wire)

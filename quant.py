@@ -1,4 +1,4 @@
-"""Numbers of 8 and 4 bits for training: MXFP8, NVFP4, how they are rounded, and which GEMM reads what.
+"""Numbers of 8 and 4 bits for training: MXFP8, NVFP4, how they are rounded, which GEMM reads what.
 
 A low-precision tensor is made of *blocks*: a run of 32 (MXFP8) or 16 (NVFP4) neighbours along the
 axis that a matrix product sums over. The numbers of a block share one *scale*, so that the largest
@@ -16,8 +16,8 @@ of them just fits the few bits of an element:
 Three ideas carry the file.
 
 1. The outer scale is a power of two. An E2M1 element times an E4M3 scale has at most 6 significant
-   bits, so every decoded number is exact in bf16. An ordinary bf16 GEMM on decoded numbers therefore
-   forms the very products that a block-scaled tensor core forms, and one recipe has the same numbers
+   bits, so every decoded number is exact in bf16. A bf16 GEMM on decoded numbers therefore forms
+   the very products that a block-scaled tensor core forms, and one recipe has the same numbers
    on a CPU, on a Hopper and on a Blackwell. There is one per row, so what a token becomes does not
    depend on its neighbours in the batch: rollout and training agree, and a token may be rounded
    before it is sent to another GPU.
@@ -34,7 +34,7 @@ Three ideas carry the file.
        wgrad    dW = dY^T X    sums over T     dY [T, N], X [T, K], blocks along T
 
    The second copy of W and X should stand for what the forward pass used. The NVFP4 recipe decodes
-   the 4-bit copy, exactly, and rounds it along the other axis to MXFP8 stochastically: averaged over
+   the 4-bit copy exactly and rounds it along the other axis to MXFP8 stochastically: averaged over
    steps, the backward pass sees the forward weights and nothing of X but 4.5 bits is kept.
 
 Letters: T tokens, R rows sorted by expert and padded, E experts, N outputs, K inputs, V block size.
@@ -61,7 +61,7 @@ class Format:
     mantissa: int         # mantissa bits of an element
     emin: int             # exponent of the smallest normal element; below it the grid is even
     largest: float        # largest element
-    outer: str = "row"    # NVFP4: "row", a power of two for each row, or "tensor", one amax/2688 for all
+    outer: str = "row"    # NVFP4: "row", a power of two per row, or "tensor", one amax/2688 for all
     tile: int = 1         # NVFP4 weights: rows that share a scale (16: NVIDIA's 16x16 weight tiles)
     four_six: bool = False    # NVFP4: map a block's largest to 6 or to 4, whichever fits better
 
@@ -117,7 +117,7 @@ def _lookup(table, index):
     return table.index_select(0, index.reshape(-1).int()).view(index.shape)
 
 
-# ------------------------------------------------------------------------------------ random numbers
+# ----------------------------------------------------------------------------------- random numbers
 def _wrap(h):
     """A Python integer as signed 32 bits; int32 tensors wrap by themselves."""
     return h if torch.is_tensor(h) else (h + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -137,7 +137,7 @@ def mix(h):
 def fold(seed, *labels):
     """A new seed from a seed and integer labels (step, layer, operand ...): a pair (base, stream).
 
-    seed: an integer, such a pair, or an int32 scalar tensor on the device, which a captured CUDA graph
+    seed: an integer, such a pair, or an int32 scalar tensor on the device, which a CUDA graph
     reads again at each replay; labels only touch the integer beside it, so they cost no launch.
     """
     base, stream = seed if isinstance(seed, tuple) else (seed, 0)
@@ -153,10 +153,10 @@ def seed_bits(seed):
 
 
 def random_bits(seed, rows, cols):
-    """32 random bits for each number (row, col): a hash, so that the same number draws the same bits
+    """32 random bits for each number (row, col): a hash, so the same number draws the same bits
     on any device, in any storage order, after a resume, and in a test.
 
-    rows, cols: int32 tensors that broadcast together. Each is mixed by itself before they meet: with
+    rows, cols: int32 tensors that broadcast together. Each is mixed alone before they meet: with
     row * A + seed * B some pairs of seeds give one stream, shifted.
     """
     h = mix(mix(rows) + mix(seed_bits(seed))) + mix(cols ^ 0x5BD1E995)
@@ -171,7 +171,7 @@ def uniform(seed, rows, cols):
     return (random_bits(seed, rows, cols) >> 8 & 0xFFFFFF).float().mul_(2.0 ** -24)
 
 
-# ------------------------------------------------------------------------------------------ rounding
+# ----------------------------------------------------------------------------------------- rounding
 def round_to_grid(x, lowest, mantissa, u=None):
     """Round fp32 x to `mantissa` bits below its leading one: to nearest, ties to even, or, where u,
     uniform in [0, 1), is given, away from zero with probability = the fraction that is cut off.
@@ -203,7 +203,7 @@ def fp32_bits(amax):
 
 def power_of_two_at_least(amax, significand, exponent):
     """fp32 exponent field of the smallest power of two >= amax / (significand * 2^exponent), not
-    clamped; in integers: one more than the exponents' difference where amax's significand is larger.
+    clamped; in integers: one more than the exponents' difference if amax's significand is larger.
     """
     carry = 0x7FFFFF - int((significand - 1) * (1 << 23))
     return (fp32_bits(amax) + carry >> 23) - exponent
@@ -229,7 +229,7 @@ def weight_outer(w, fmt):
 
 
 def _mxfp8_scales(amax):
-    """(byte, decoded scale, its inverse) for each block's amax: the smallest power of two >= amax/448,
+    """(byte, decoded scale, inverse) for each block's amax: the smallest power of two >= amax/448,
     so nothing clips. NaN or Inf gives byte 255, which decodes to NaN."""
     byte = power_of_two_at_least(amax, 1.75, 8).clamp_(min=0)
     byte += (fp32_bits(amax) == 0x7F800000) * 8                   # 247 -> 255
@@ -241,7 +241,8 @@ def _nvfp4_scales(amax, outer, up, largest=6.0):
     """(E4M3 block scale, decoded scale, its inverse). `up` rounds the scale up: then no element is
     above 6 and stochastic rounding is unbiased. A block with NaN or Inf gets the scale NaN."""
     one_over = torch.tensor(1 / largest, dtype=torch.float32, device=amax.device)
-    s = torch.where(amax < torch.inf, (amax * one_over / outer).clamp_(max=MXFP8.largest), torch.nan)
+    s = torch.where(amax < torch.inf, (amax * one_over / outer).clamp_(max=MXFP8.largest),
+                    torch.nan)
     s = round_elements(s, MXFP8, u=0.0 if up else None)         # u = 0: any fraction rounds up
     scale = s * outer
     inverse = torch.where(s > 0, 1.0 / scale, 0.0)
@@ -292,8 +293,8 @@ def _round_blocks(x, fmt, u, outer=None, axis=-1):
         outer_b = outer_b.expand(amax.squeeze(axis).select(axis, 0).shape)
         outer_b = outer_b.unsqueeze(axis).unsqueeze(axis)
     if fmt.tile > 1 and (axis != -1 or x.dim() < 2 or x.shape[-2] % fmt.tile):
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no whole tiles of {fmt.tile} rows along "
-                         f"axis -2, as {fmt.name} needs")
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no whole tiles of {fmt.tile} "
+                         f"rows along axis -2, as {fmt.name} needs")
     if fmt.tile > 1:        # `tile` rows share their scales: their largest amax, given back to each
         amax = amax.unflatten(-3, (-1, fmt.tile))
         amax = amax.amax(-3, keepdim=True).expand(amax.shape).flatten(-4, -3)
@@ -305,7 +306,8 @@ def _round_blocks(x, fmt, u, outer=None, axis=-1):
     elements, scales, scale = trial(6.0)
     if fmt.four_six:
         four = trial(4.0)
-        error = [(e * s - xb).square().sum(axis, keepdim=True) for e, _, s in ((elements, 0, scale), four)]
+        error = [(e * s - xb).square().sum(axis, keepdim=True)
+                 for e, _, s in ((elements, 0, scale), four)]
         use = error[1] < error[0]
         elements, scale = torch.where(use, four[0], elements), torch.where(use, four[2], scale)
         scales = torch.where(use, four[1].float(), scales.float()).to(torch.float8_e4m3fn)
@@ -313,7 +315,7 @@ def _round_blocks(x, fmt, u, outer=None, axis=-1):
     return elements, scales, scale, outer_b.squeeze(axis).squeeze(axis)
 
 
-# ------------------------------------------------------------------------------------------- tensors
+# ------------------------------------------------------------------------------------------ tensors
 @dataclass
 class Quantized:
     """A packed tensor. codes: float8_e4m3fn [.., K] or uint8 [.., K/2], even element in the low
@@ -380,12 +382,13 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
     if bool(bad.any()):
         elements = torch.where(bad, 0.0, elements)
     elements = elements.flatten(axis - 1, axis).copysign_(x)         # zeros keep their sign
-    codes = elements.to(torch.float8_e4m3fn) if f.block == MXFP8.block else _pack_e2m1(elements, axis)
+    codes = (elements.to(torch.float8_e4m3fn) if f.block == MXFP8.block
+             else _pack_e2m1(elements, axis))
     return Quantized(fmt, codes, scales.squeeze(axis), outer, axis)
 
 
 def cast(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None, axis=-1):
-    """`quantize(...).dequantize(x.dtype)` without packing and unpacking: the exact values that a GEMM
+    """`quantize(...).dequantize(x.dtype)` without packing and unpacking: the exact values a GEMM
     in this format reads (a zero may lose its sign). "bf16" means: as the tensor is."""
     if fmt == "bf16":
         return x
@@ -399,13 +402,13 @@ def cast(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=None
 
 
 def _cast_mxfp8(x, u, axis):
-    """The short way for numbers far from fp32's ends (None elsewhere): scaling by a power of two and
-    rounding commute, so each number is rounded where it is, on the grid that its block's scale means.
+    """The short way for numbers far from fp32's ends (else None): scaling by a power of two and
+    rounding commute, so each number is rounded where it is, on the grid its block's scale means.
     """
     xb = _to_blocks(x, MXFP8, axis)
     amax = xb.abs().amax(axis, keepdim=True)
     bits = fp32_bits(amax)
-    smallest = (bits - 1 & 0x7FFFFFFF).min().item()                  # of the blocks that are not zero
+    smallest = (bits - 1 & 0x7FFFFFFF).min().item()                  # of blocks that are not zero
     if smallest < (127 - 80 << 23) or bits.max().item() > (127 + 80 << 23):
         return None
     exponent = power_of_two_at_least(amax, 1.75, 8).clamp_(min=1 - MXFP8.emin)
@@ -413,7 +416,7 @@ def _cast_mxfp8(x, u, axis):
     return round_to_grid(xb, exponent.add_(MXFP8.emin) << 23, MXFP8.mantissa, u)
 
 
-# ------------------------------------------------------------------------------------------- recipes
+# ------------------------------------------------------------------------------------------ recipes
 @dataclass(frozen=True)
 class Gemms:
     """How the operands of a linear layer's three GEMMs are rounded. "bf16" means not at all (the
@@ -444,7 +447,8 @@ class Gemms:
 IN_BF16 = Gemms()
 IN_MXFP8 = Gemms("mxfp8", "mxfp8", "mxfp8", "mxfp8", "original", "nearest")
 IN_NVFP4 = Gemms("nvfp4", "nvfp4", "mxfp8", "mxfp8", "copy", "stochastic")
-IN_FP4 = Gemms("nvfp4", "nvfp4", "nvfp4", "nvfp4", "original", dy_rounding="stochastic", hadamard=True)
+IN_FP4 = Gemms("nvfp4", "nvfp4", "nvfp4", "nvfp4", "original",
+               dy_rounding="stochastic", hadamard=True)
 
 
 @dataclass(frozen=True)
@@ -489,11 +493,11 @@ RECIPES = {r.name: r for r in (
 )}
 
 
-# ----------------------------------------------------------------------- the reference's GEMM operands
-# A backend is a namespace of functions: quantize, cast, weight_outer and those of this section. kernels.py
-# has the same ones for GPUs.
+# -------------------------------------------------------------------- the reference's GEMM operands
+# A backend is a namespace of functions: quantize, cast, weight_outer and those of this section.
+# kernels.py has the same ones for GPUs.
 def zero_padding(x, counts):
-    """A copy of x [R, K] with the padding rows of each expert set to zero: blocks along T span them."""
+    """A copy of x [R, K] with each expert's padding rows set to zero: blocks along T span them."""
     if counts is None:
         return x
     x = x.clone()
@@ -520,8 +524,8 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
     """What a GEMM reads of x, a tensor or a packed one: the exact values in `fmt`.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
-    Along T, axis=-2, padding counts as zero. rounded: x holds values of `fmt` already, in blocks along
-    its rows. Only this backend's GEMMs read the result.
+    Along T, axis=-2, padding counts as zero. rounded: x holds values of `fmt` already, in blocks
+    along its rows. Only this backend's GEMMs read the result.
     """
     if rounded:
         return x
@@ -535,7 +539,7 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
 
 
 def quantize_operand(x, fmt, **kw):
-    """(quantize(x, fmt), operand(x, fmt)): a forward GEMM reads the one, backward keeps the other."""
+    """(quantize(x, fmt), operand(x, fmt)): forward reads the one, backward keeps the other."""
     q = quantize(x, fmt, **kw)
     return q, q.dequantize(x.dtype)
 
@@ -577,12 +581,12 @@ def swiglu(h):
 
 
 REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_outer=weight_outer,
-                            operand=operand, quantize_operand=quantize_operand, operand_pair=operand_pair,
-                            gemm=gemm, gemm_wgrad=gemm_wgrad)
+                            operand=operand, quantize_operand=quantize_operand,
+                            operand_pair=operand_pair, gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 
 def fused(f):
-    """f compiled to few kernels where its first tensor is on a GPU; on a CPU, f as it is written."""
+    """f compiled to few kernels where its first tensor is on a GPU; on a CPU, f as written."""
     @functools.wraps(f)
     def call(first, *rest):
         return (_compiled(f) if first.is_cuda else f)(first, *rest)
@@ -595,7 +599,7 @@ def _compiled(f):
 
 
 class Captured:
-    """A function of tensors, replayed on a GPU as one CUDA graph, without a launch for each kernel. The
+    """A function of tensors, replayed on a GPU as one CUDA graph, without a launch per kernel. The
     first calls run as they are, which compiles and warms up; shapes must not change."""
 
     def __init__(self, function, warmup=3):
@@ -631,14 +635,15 @@ def backend_for(x):
 # -------------------------------------------------------------------------------- the linear layers
 @dataclass
 class Weight:
-    """What the GEMMs read of a weight: made once per optimizer step, not per micro-batch or token."""
+    """What the GEMMs read of a weight: made per optimizer step, not per micro-batch or token."""
     forward: object          # W [E, N, K], blocks along K
     backward: object         # W [E, N, K], blocks along N
     packed: Quantized | None = None
 
     def rewrite(self, new):
         """Take over the numbers of `new`, but keep the storage."""
-        for mine, given in zip(_storage(self.forward, self.backward), _storage(new.forward, new.backward)):
+        for mine, given in zip(_storage(self.forward, self.backward),
+                               _storage(new.forward, new.backward)):
             mine.copy_(given)
         self.packed = new.packed
         return self
@@ -673,13 +678,14 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=
             backward = b.operand(packed, gemms.back, dtype=dtype, **again)
         else:
             forward = b.operand(packed or w, gemms.w, outer=outer)
-            backward = b.operand(w, gemms.back, outer=outer if is_fp4(gemms.back) else None, **again)
+            backward = b.operand(w, gemms.back,
+                                 outer=outer if is_fp4(gemms.back) else None, **again)
         new = Weight(forward, backward, packed)
         return new if into is None else into.rewrite(new)
 
 
 def hadamard16(x, seed):
-    """Rotate x [T, K] along T in groups of 16 by a Hadamard matrix with random signs (orthonormal)."""
+    """Rotate x [T, K] along T in 16s by a Hadamard matrix with random signs (orthonormal)."""
     h = torch.ones(1, 1, device=x.device)
     for _ in range(4):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
@@ -695,7 +701,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, w, weight, xq, rounded, counts, g, seed, rows):
         b = backend_for(x)
         if xq is None and g.source == "copy":
-            xq, x_row = b.quantize_operand(x, g.x)                                  # [R, K], along K
+            xq, x_row = b.quantize_operand(x, g.x)                                  # [R, K] along K
         else:
             x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, rounded="x" in rounded)
         # Only the packed copy of X is kept where the recipe's backward pass starts from it.
@@ -710,38 +716,41 @@ class _Linear(torch.autograd.Function):
         counts, rows, *kept = ctx.saved_tensors
         g, b, seed = ctx.g, backend_for(dy), ctx.seed
         x = Quantized(g.x, *kept) if g.source == "copy" else kept[0]
-        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded, seed, rows)
+        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded,
+                                                   seed, rows)
         dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]
-        x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=ctx.dtype,     # [R, K], along T
+        x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=ctx.dtype,     # [R, K] along T
                           rounding=g.rounding, seed=fold(seed, 2), rows=rows)
         dw = b.gemm_wgrad(dy_col, x_col, counts_t)                                  # [E, N, K]
         return dx, dw, None, None, None, None, None, None, None
 
 
 def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
-    """(dY along N, dY along T, X, rows of each expert along T): both wgrad operands are rotated first
+    """(dY along N, dY along T, X, rows of each expert along T): both wgrad operands rotated first
     where the recipe says so, which fills groups of 16 rows up with what their real rows hold."""
     kw = dict(rounding=g.dy_rounding, seed=fold(seed, 1), rows=rows)
     if not g.hadamard:
         return *b.operand_pair(dy, g.dy, counts=counts, rounded=rounded, **kw), x, counts
     x, turned = (hadamard16(zero_padding(t, counts), seed) for t in (x, dy))
     filled = None if counts is None else (counts + 15) // 16 * 16
-    return b.operand(dy, g.dy, **kw), b.operand(turned, g.dy, axis=-2, counts=filled, **kw), x, filled
+    return (b.operand(dy, g.dy, **kw), b.operand(turned, g.dy, axis=-2, counts=filled, **kw),
+            x, filled)
 
 
 def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None):
     """Y[r] = W[e] X[r] for rows sorted by expert, with the three GEMMs of a recipe.
 
-    x [R, K]: each expert's rows start at a multiple of 128; counts int32 [E]: its real rows. Padding
+    x [R, K]: each expert's rows start at multiples of 128; counts int32 [E]: its real rows. Padding
     rows are never read as data, their output is zero. w [E, N, K], fp32. recipe: a `Gemms`, or the
     name of a Recipe, whose rule for experts is meant. weight: prepare()d operands of w. xq: x as it
-    came packed over the wire; x then only carries the gradient. rounded: which of "x" and
-    "dy" came over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
+    came packed over the wire; x then only carries the gradient. rounded: which of "x" and "dy" came
+    over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
     the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
     """
     g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: [R, K] and [E, N, K]")
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: "
+                         "[R, K] and [E, N, K]")
     if w.shape[1] % g.block or w.shape[2] % g.block:
         raise ValueError(f"w {tuple(w.shape)}: N and K must be multiples of {g.block}")
     if rows is None:

@@ -1,7 +1,7 @@
 """What a step costs.
 
-On a CPU, `python data/bench.py` runs the steps of `python train.py` (preset tiny) in turn, interleaved, so
-that a noisy machine disturbs all alike: the mixture against a dense model of equal active FLOPs, and each
+On a CPU, `python data/bench.py` interleaves the steps of `python train.py` (preset tiny), so that a
+noisy machine disturbs all alike: the mixture against a dense model of equal active FLOPs, and each
 precision against bf16. On a GPU it trains models A and B on random bytes, and generates.
 """
 import argparse
@@ -55,24 +55,27 @@ def measure(threads, repeats):
             for name, kind in times:
                 times[name, kind].append(seconds(runs[name], kind, i))
     times = {k: v[1:] for k, v in times.items()}           # the first of each warms up
-    print(f"\n{threads} thread(s), torch {torch.__version__}, median of {repeats} interleaved steps, ms")
+    print(f"\n{threads} thread(s), torch {torch.__version__}, "
+          f"median of {repeats} interleaved steps, ms")
     print(f"{'':8s}{'text':>8s}{'mix':>8s}{'rl':>8s}")
     for name in runs:
         print(f"{name:8s}" + "".join(f"{1e3 * statistics.median(times[name, k]):8.0f}"
                                      for k in ("text", "mix", "rl")))
     print(f"bf16 over dense, text      {ratio(times['bf16', 'text'], times['dense', 'text'])}")
-    weights = dict(text=tiny.text_share * tiny.steps, mix=tiny.text_share * tiny.steps, rl=tiny.rl_steps)
-    whole = {n: [sum(w * times[n, k][i] for k, w in weights.items()) for i in range(repeats)] for n in runs}
+    weights = dict(text=tiny.text_share * tiny.steps, mix=tiny.text_share * tiny.steps,
+                   rl=tiny.rl_steps)
+    whole = {n: [sum(w * times[n, k][i] for k, w in weights.items()) for i in range(repeats)]
+             for n in runs}
     for name in ("mxfp8", "nvfp4"):
         print(f"{name} over bf16, whole run {ratio(whole[name], whole['bf16'])}")
 
 
-# ------------------------------------------------------------------------------------------------ GPU
+# ---------------------------------------------------------------------------------------------- GPU
 MODELS = {
-    "A": dict(dim=768, layers=12, heads=12, kv_heads=3, experts=32, top_k=4, expert_dim=512, shared=1,
-              seq_len=1024, batch=32),
-    "B": dict(dim=2048, layers=8, heads=16, kv_heads=4, experts=64, top_k=6, expert_dim=1408, shared=2,
-              seq_len=2048, batch=16),
+    "A": dict(dim=768, layers=12, heads=12, kv_heads=3, experts=32, top_k=4, expert_dim=512,
+              shared=1, seq_len=1024, batch=32),
+    "B": dict(dim=2048, layers=8, heads=16, kv_heads=4, experts=64, top_k=6, expert_dim=1408,
+              shared=2, seq_len=2048, batch=16),
 }
 
 
@@ -120,8 +123,9 @@ def measure_gpu(model, precision, repeats):
     q = statistics.quantiles(times, n=4)
     speed = cfg.batch * cfg.seq_len / q[1] * 1e3
     total, active = run.model.parameters_active()
-    print(f"{model} {precision:6s} {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active: {q[1]:.1f} ms a step "
-          f"({q[0]:.1f} to {q[2]:.1f}, n={repeats}), {speed / 1e3:.0f}k tokens/s, "
+    print(f"{model} {precision:6s} {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active: "
+          f"{q[1]:.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}, n={repeats}), "
+          f"{speed / 1e3:.0f}k tokens/s, "
           f"{speed * run.model.flops_per_token() / 989e12:.1%} of 989 TFLOP/s, peak memory "
           f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB", flush=True)
     return run

@@ -553,7 +553,7 @@ def empty_codes(w):
 
 
 def refuse_the_rest(folder, there, layers):
-    """Layers that guess more than the next byte may lie behind ours, and are no part of the model."""
+    """Layers that guess more than the next byte may lie behind ours, no part of the model."""
     guesses = read_json(folder / "config.json").get("num_nextn_predict_layers") or 0
     known = tuple(f"model.layers.{layers + i}." for i in range(guesses))
     rest = sorted(n for n, stored in there.items() if stored.size and not n.startswith(known))

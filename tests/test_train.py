@@ -24,12 +24,11 @@ from model import GPT
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = str(ROOT / "data" / "task.py")
-TINY = f"""--data {TEXT} --precision nvfp4 --dim 32 --heads 2 --kv-heads 1 --expert-dim 32 \
---seq-len 32
-    --batch 4 --steps 4 --text-share 0.5 --gate 1 --gate-every 2 --warmup 2 --eval-every 3 \
---log-every 1
-    --save-every 3 --task sort4 --rl-lr 1e-3 --rl-steps 4 --prompts 2 --group 4 --rl-text-rows 2
-    --rl-eval-every 3 --rl-warmup 2 --eval-rows 1 --eval-problems 8""".split()
+TINY = f"""
+    --data {TEXT} --precision nvfp4 --dim 32 --heads 2 --kv-heads 1 --expert-dim 32 --seq-len 32
+    --batch 4 --steps 4 --text-share 0.5 --gate 1 --gate-every 2 --warmup 2 --log-every 1
+    --save-every 3 --eval-every 3 --eval-rows 1 --eval-problems 8 --task sort4 --rl-lr 1e-3
+    --rl-steps 4 --prompts 2 --group 4 --rl-text-rows 2 --rl-eval-every 3 --rl-warmup 2""".split()
 TIMINGS = {"seconds", "eval_seconds", "rollout_seconds", "train_seconds", "tokens_per_s", "mfu"}
 
 

@@ -483,7 +483,7 @@ RECIPES = {r.name: r for r in (
     _nvfp4_but("nvfp4-nearest", rounding="nearest"),          # second copies drift with their error
     _nvfp4_but("nvfp4-original", source="original", rounding="nearest"),
     _nvfp4_but("nvfp4-independent", back="nvfp4", source="original", rounding="nearest"),
-    _nvfp4_but("nvfp4-tensor", x="nvfp4_tensor"),             # one scale for all tokens: RL stalls
+    _nvfp4_but("nvfp4-tensor", x="nvfp4_tensor"),             # one scale for all tokens
     _nvfp4_but("nvfp4-tile", w="nvfp4_tile"),                 # 16x16 weight tiles
     _nvfp4_but("nvfp4-46", x="nvfp4_46", w="nvfp4_46"),       # 6-or-4 block scales
     replace(_NV, name="nvfp4-fp4", experts=IN_FP4),           # 4-bit backward as well

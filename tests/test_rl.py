@@ -307,7 +307,7 @@ def task_loss(run, step):
 
 def taught(gate=0.35, **changes):
     """A small model that answers about a third of the problems: where RL starts."""
-    run = new_run(batch=64, prompts=32, group=8, rl_text=0.0, seq_len=40, **changes)
+    run = new_run(batch=64, prompts=64, group=8, rl_text=0.0, seq_len=40, **changes)
     for step in range(300):
         run.begin(train.PRETRAIN, step)
         train.set_lr(run, 4e-3 * min(1, (step + 1) / 20))
@@ -318,7 +318,7 @@ def taught(gate=0.35, **changes):
     pytest.fail("pretraining did not reach the gate")
 
 
-def after_rl(run, steps=70, lr=3e-3):
+def after_rl(run, steps=60, lr=3e-3):
     """Held-out pass rate (n = 1024) after RL."""
     run.opt = train.adamw(run.model, 0.0)
     for step in range(steps):

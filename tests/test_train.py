@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -643,27 +644,32 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert all(t.isfinite().all() for t in tensors(named).values())
 
 
-@pytest.fixture
-def disk_of(request):
-    """disk_of(n): from now on no file grows beyond n bytes, as on a disk that is nearly full."""
+@contextmanager
+def disk_of(n):
+    """Meanwhile no file grows beyond n bytes, as on a disk that is nearly full; the limit ends before
+    the test does, because pytest's own output may be a longer file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(copy, capsys, disk_of):
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(copy, capsys):
     good = train.latest_checkpoint(copy)
-    disk_of(100_000)  # enough for the log, not for the tensors
-    sentence = refused(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
+    with disk_of(100_000):  # enough for the log, not for the tensors
+        sentence = refused(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
     assert "rl step 5" in sentence
     assert str(good) in sentence and train.latest_checkpoint(copy) == good
     train.read_checkpoint(good)
     assert [p.name for p in (copy / "checkpoints").iterdir() if p.suffix] == []
 
 
-def test_a_disk_without_room_for_the_log_is_one_sentence(tmp_path, capsys, disk_of):
-    disk_of(100)
-    assert "log.jsonl" in refused(capsys, [*TINY, "--out", tmp_path / "run"])
+def test_a_disk_without_room_for_the_log_is_one_sentence(tmp_path, capsys):
+    with disk_of(100):
+        sentence = refused(capsys, [*TINY, "--out", tmp_path / "run"])
+    assert "log.jsonl" in sentence
 
 
 def test_an_error_of_the_checkpoint_library_is_one_sentence(copy, capsys, monkeypatch):

@@ -176,11 +176,12 @@ def choose(logits, bias, top_k, scale):
 
 # ------------------------------------------------------------------------------------------- layers
 class Layer(nn.Module):
-    """Attention and experts; weights are plain fp32 parameters, the GEMMs are quant.py's."""
+    """Attention and experts; weights are plain fp32 parameters, the GEMMs are quant.py's. Of the
+    routed experts it holds those of this process's place in `mesh`."""
 
-    def __init__(self, cfg, index, recipe):
+    def __init__(self, cfg, index, recipe, mesh):
         super().__init__()
-        self.cfg, self.index, self.recipe = cfg, index, recipe
+        self.cfg, self.index, self.recipe, self.mesh = cfg, index, recipe, mesh
         self.gemms = recipe.experts_of(index, cfg.layers)
         self.is_moe = index >= cfg.dense_layers
         D, q_dim, kv_dim = cfg.dim, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
@@ -194,8 +195,9 @@ class Layer(nn.Module):
         self.wo = weight(D, q_dim)
         if self.is_moe:
             self.router = weight(cfg.experts, D)
-            self.w1 = weight(cfg.experts, 2 * cfg.expert_dim, D)     # gate rows, then up rows
-            self.w2 = weight(cfg.experts, D, cfg.expert_dim)
+            here = cfg.experts // mesh.ep
+            self.w1 = weight(here, 2 * cfg.expert_dim, D)            # gate rows, then up rows
+            self.w2 = weight(here, D, cfg.expert_dim)
             # Not trained by gradient: moved by the sign of the load error (see balance()).
             self.register_buffer("bias", torch.zeros(cfg.experts))
             self.register_buffer("load", torch.zeros(cfg.experts, dtype=torch.int64),
@@ -227,8 +229,8 @@ class Layer(nn.Module):
             (keys, values), at = cache, positions
             k, v = keys.index_copy_(2, at, k), values.index_copy_(2, at, v)
             mask = torch.arange(keys.shape[2], device=x.device) <= at[:, None]   # [T, length]
-            if not x.is_cuda and T < 4:     # a CPU rounds products of 1 to 3 rows differently; with 4
-                q, mask = q.repeat(1, 1, 4, 1), mask.repeat(4, 1)       # rollouts have training's bits
+            if not x.is_cuda and T < 4:     # a CPU rounds products of 1 to 3 rows differently;
+                q, mask = q.repeat(1, 1, 4, 1), mask.repeat(4, 1)   # 4 give training's bits
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
                                            enable_gqa=self.cfg.heads != self.cfg.kv_heads)
         return lin("wo", y[:, :, :T].transpose(1, 2).reshape(B, T, -1))
@@ -239,13 +241,13 @@ class Layer(nn.Module):
         experts, gates = choose(router_logits(x, self.router), self.bias, self.cfg.top_k,
                                 self.cfg.route_scale)
         experts, gates = experts[:len(x)], gates[:len(x)]
-        plan = moe_comm.route(experts, self.cfg.experts)
+        plan = moe_comm.route(experts, self.cfg.experts, self.mesh.experts)
         if self.training and torch.is_grad_enabled():
-            self.load += plan.counts
+            self.load += plan.load
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
-                                 rounded=("x",) if g.wire == "mxfp8" else (),
+                                 rounded=("x",) if xq is None and g.wire == "mxfp8" else (),
                                  seed=quant.fold(seed, 1))
         y = quant.grouped_linear(act(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
                                  rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
@@ -275,12 +277,16 @@ class GPT(nn.Module):
     """Byte-level language model. Weights are fp32; `operands` are what the GEMMs read of them, made
     again whenever the weights have changed."""
 
-    def __init__(self, cfg, recipe="bf16", seed=0):
+    def __init__(self, cfg, recipe="bf16", seed=0, mesh=None):
         super().__init__()
-        self.cfg, self.recipe = cfg, quant.RECIPES[recipe]
+        self.cfg, self.recipe, self.mesh = cfg, quant.RECIPES[recipe], mesh or moe_comm.Mesh()
         cfg.check_blocks(self.recipe)
+        if cfg.experts % self.mesh.ep:
+            raise ValueError(f"--ep {self.mesh.ep}: must divide the number of experts, "
+                             f"{cfg.experts}")
         self.embed = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
-        self.blocks = nn.ModuleList(Layer(cfg, i, self.recipe) for i in range(cfg.layers))
+        self.blocks = nn.ModuleList(Layer(cfg, i, self.recipe, self.mesh)
+                                    for i in range(cfg.layers))
         self.norm = nn.Parameter(torch.ones(cfg.dim))
         self.head = nn.Parameter(torch.empty(cfg.vocab, cfg.dim))
         self.seed = seed                        # of this step's stochastic rounding
@@ -297,7 +303,21 @@ class GPT(nn.Module):
             std = 1.0 if name == "embed" else p.shape[-1] ** -0.5
             if name.endswith(("wo", "w2", "v2")):
                 std /= (2 * self.cfg.layers) ** 0.5
-            nn.init.normal_(p, std=std, generator=generator)
+            if not self.is_sharded(name):
+                nn.init.normal_(p, std=std, generator=generator)
+                continue
+            whole = torch.empty(self.cfg.experts, *p.shape[1:])      # the same draws at any --ep
+            p.data.copy_(self.here(nn.init.normal_(whole, std=std, generator=generator)))
+
+    @staticmethod
+    def is_sharded(name):
+        """Is this the name of a weight of routed experts, of which each rank holds some?"""
+        return name.endswith((".w1", ".w2"))
+
+    def here(self, t):
+        """The part of t [E, ...] that belongs to the experts of this process."""
+        size = t.shape[0] // self.mesh.ep
+        return t[self.mesh.place * size:(self.mesh.place + 1) * size]
 
     @property
     def dtype(self):
@@ -342,7 +362,12 @@ class GPT(nn.Module):
 
         def one(i, j, name, w, g):
             w = w if w.dim() == 3 else w[None]
-            return quant.prepare(w, g, quant.fold(self.seed, i, 16 + j), self.dtype,
+            rows = None                                     # by default 0, 1, 2 ...
+            if self.is_sharded("." + name) and self.mesh.ep > 1:
+                rows = torch.arange(self.cfg.experts * w.shape[1], dtype=torch.int32,
+                                    device=w.device)
+                rows = self.here(rows.view(-1, w.shape[1]))
+            return quant.prepare(w, g, quant.fold(self.seed, i, 16 + j), self.dtype, rows=rows,
                                  packed=self.codes_of(f"blocks.{i}.{name}", g),
                                  into=old[i][name] if old else None)
         operands = [{name: one(i, j, name, getattr(block, name), g)
@@ -371,12 +396,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move each router's bias by `rate` toward an even load, then forget the load. Returns the
-        largest load over the mean, the worst layer's."""
+        """Move each router's bias by `rate` toward an even load of all processes together, then
+        forget the load. Returns the largest load over the mean, the worst layer's."""
         worst = [torch.ones((), device=self.embed.device)]
         for block in self.blocks:
             if block.is_moe:
-                load = block.load.float()
+                load = self.mesh.sum(block.load).float()
                 worst.append(load.max() / load.mean().clamp(min=1))
                 block.bias += rate * (load.mean() - load).sign()
                 block.load.zero_()
@@ -427,16 +452,17 @@ class GPT(nn.Module):
             masks.append(alive)
             if stop is not None:
                 alive = alive & (token != stop)
-                if not alive.is_cuda and not alive.any():
+                if not alive.is_cuda and not self.mesh.any(alive.any()):
                     break
         return torch.stack(tokens, 1), torch.stack(logps, 1), torch.stack(masks, 1)
 
     # ----------------------------------------------------------------------------------- accounting
     def parameters_active(self):
         """(all parameters, those that one token uses)."""
-        total = sum(p.numel() for p in self.parameters())
         routed = sum(b.w1.numel() + b.w2.numel() for b in self.blocks if b.is_moe)
-        return total, total - routed + routed * self.cfg.top_k // self.cfg.experts
+        others = sum(p.numel() for p in self.parameters()) - routed
+        routed *= self.mesh.ep
+        return others + routed, others + routed * self.cfg.top_k // self.cfg.experts
 
     def flops_per_token(self, length=None):
         """Floating-point operations of a training step for each token, forward and backward: 6 for
@@ -468,7 +494,8 @@ class Decoder:
         self.feed = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.ids, self.column = self.feed.int(), torch.zeros(1, dtype=torch.int32, device=device)
         self.seed = torch.zeros((), dtype=torch.int32, device=device)
-        self.replay = quant.Captured(self.advance) if model.embed.is_cuda else None
+        waits = model.mesh.ep > 1               # routing among several waits for counts
+        self.replay = quant.Captured(self.advance) if model.embed.is_cuda and not waits else None
 
     def start(self, prompt, ids, seed, column):
         """Read prompts [B, P] and draw the first byte, which is number `column` of its sequence."""

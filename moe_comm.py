@@ -1,21 +1,32 @@
-"""The way of a token to its experts and back: route, dispatch, combine.
+"""The way of a token to its experts and back: route, dispatch, combine, on one GPU or on many.
 
 A mixture-of-experts layer sends each token to its k experts and sums what comes back. With experts
 on several GPUs these rows cross the link, which can cost more than the arithmetic, so they travel
 in 4 or 8 bits. The rounding belongs to the recipe, not to the number of GPUs: it happens at one
 process too, where there is nothing to send.
 
-    direction            what                      format
-    dispatch             token x                   what the expert GEMM reads (nvfp4 or mxfp8)
-    combine              expert result y           mxfp8; the gate multiplies the decoded result
-    combine, backward    gate * dOut               mxfp8
-    dispatch, backward   dX of each expert copy    mxfp8; copies are summed at home, in fp32
+    direction            what                      format                              rows a token
+    dispatch             token x                   what the expert GEMM reads          one a rank
+    combine              expert result y           mxfp8; the gate multiplies at home  k
+    combine, backward    gate * dOut               mxfp8                               k
+    dispatch, backward   dX of each expert copy    mxfp8; summed at home, in fp32      k
 
-Letters: T tokens, k experts a token, E experts, R rows of the expert buffer, D width.
+A row on the wire is bytes, codes | scales | outer scale, and each direction is one all-to-all.
+Experts are spread over the ranks of an expert group, E/ep neighbours on each. All of them gather
+the choices of all tokens first (2 bytes a choice); each then works out alone who sends what to
+whom, so only the rows themselves follow. How many is waited for once a layer, where there is a
+group; one process never waits.
+
+Letters: T tokens, k experts a token, E experts, L of them here, M tokens that arrive, R rows of the
+expert buffer, D width.
+`python moe_comm.py` counts the bytes; `torchrun --nproc_per_node 2 moe_comm.py` sends some.
 """
+import math
+import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 import quant
@@ -23,37 +34,215 @@ import quant
 ALIGN = 128      # each expert's rows start at a multiple: the GEMM tile, and whole blocks along T
 
 
+# --------------------------------------------------------------------------------------- who is who
+class Mesh:
+    """world = data x ep processes; rank = data index * ep + expert index, so that an expert group
+    are neighbours, inside one host. Experts are sharded over their group and copied over the data
+    axis; everything else is copied to all. Without torchrun: one process, and nothing to do."""
+
+    def __init__(self, ep=1, device="cpu"):
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        if ep < 1 or self.world % ep:
+            raise ValueError(f"--ep {ep}: must divide the number of processes, {self.world}"
+                             + (" (torchrun starts several)" if self.world == 1 else ""))
+        self.ep, self.data = ep, self.world // ep
+        self.place = self.rank % ep                              # in the expert group
+        self.devices = self.experts = self.copies = None
+        if self.world > 1:
+            self.devices = dist.device_mesh.init_device_mesh(
+                device, (self.data, ep), mesh_dim_names=("data", "expert"))
+            self.experts = self.devices["expert"].get_group() if ep > 1 else None
+            self.copies = self.devices["data"].get_group()       # of the same experts
+
+    def sum(self, t):
+        """t, summed over all processes in place."""
+        if self.world > 1:
+            dist.all_reduce(t)
+        return t
+
+    def any(self, flag):
+        """Is `flag` true in any process?"""
+        return self.world > 1 and bool(self.sum(torch.tensor(int(flag)))) or bool(flag)
+
+    def gather(self, t):
+        """[world * n, ...] from each process's t [n, ...]."""
+        return t if self.world == 1 else all_gather(t, None)
+
+    def wait(self):
+        if self.world > 1:
+            dist.barrier()
+
+
+def all_gather(t, group):
+    """[ranks * n, ...] from each rank's t [n, ...], as bytes: gloo does not know every type."""
+    rows = t.contiguous().view(len(t), -1).view(torch.uint8)
+    out = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, rows, group=group)
+    return torch.cat(out).view(t.dtype).view(-1, *t.shape[1:])
+
+
+# --------------------------------------------------------------------------------------------- plan
+@dataclass
+class Exchange:
+    """What crosses the link of an expert group, in rows. A pair of splits holds how many rows go to
+    each rank and how many come from each."""
+    group: object
+    tokens: torch.Tensor      # int64 [..] tokens to send, by rank; one that two ranks want is twice
+    token_splits: tuple
+    order: torch.Tensor       # int64 [T*k] copies by the rank that has their expert
+    copy_splits: tuple
+    back: torch.Tensor        # int64 [..] row of each copy that arrived, in the order they came
+    place: torch.Tensor       # int64 [R] its inverse: which arrived copy a row is
+
+
 @dataclass
 class Plan:
     """Where each token copy goes. Copy t*k + j is token t on its way to its j-th expert.
 
-    The buffer has R = T*k + E*127 rows, rounded up: a static size, so nothing waits for counts.
-    A padding row holds token 0's copy; no GEMM reads it.
+    The buffer has R = copies + L*127 rows, rounded up: at one process a static size, so nothing
+    waits for counts. A padding row holds the first token that arrived; no GEMM reads it.
     """
-    counts: torch.Tensor      # int32 [E] real rows of each expert
-    slot: torch.Tensor        # int64 [T*k] row of each copy
-    copy: torch.Tensor        # int64 [R] copy in each row
-    token: torch.Tensor       # int64 [R] token in each row
+    load: torch.Tensor        # int64 [E] how often this process's tokens chose each expert
+    counts: torch.Tensor      # int32 [L] real rows of each expert here
+    copy: torch.Tensor        # int64 [R] copy in each row, counted from this process's first token
+    token: torch.Tensor       # int64 [R] which arrived token is in each row
+    slot: torch.Tensor        # int64 [T*k] row of each copy in what comes home
+    exchange: Exchange | None = None
 
 
-def route(experts, n_experts):
-    """The plan for expert choices [T, k]: copies sorted by expert, in token order within one."""
-    T, k = experts.shape
-    flat = experts.flatten()                                                     # [T*k]
-    device = flat.device
-    sorted_, order = flat.to(torch.int16).sort(stable=True)                      # copy at each rank
+def by_expert(choice, n_experts, copies):
+    """(counts [L], copy at each rank of expert order, its row, R) for choices [..] in 0 .. L, the
+    first `copies` of which, in order, have an expert here: choice L means elsewhere."""
+    device = choice.device
+    sorted_, order = choice.to(torch.int16).sort(stable=True)
     ends = torch.searchsorted(sorted_, torch.arange(n_experts, device=device).to(torch.int16),
                               right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     padded = (counts + ALIGN - 1) // ALIGN * ALIGN
     shift = (padded.cumsum(0) - padded) - (ends - counts)                        # from rank to row
-    row = torch.arange(T * k, device=device) + shift[sorted_.long()]
-    R = -(-(T * k + n_experts * (ALIGN - 1)) // ALIGN) * ALIGN
-    slot = torch.empty_like(flat).scatter_(0, order, row)
-    copy = torch.zeros(R, dtype=torch.int64, device=device).scatter_(0, row, order)
-    return Plan(counts.int(), slot, copy, copy // k)
+    row = torch.arange(copies, device=device) + shift[sorted_[:copies].long()]
+    R = -(-(copies + n_experts * (ALIGN - 1)) // ALIGN) * ALIGN
+    return counts, order[:copies], row, R
 
 
+def route(experts, n_experts, group=None):
+    """The plan for expert choices [T, k]: copies sorted by expert, in token order within one."""
+    if group is not None:
+        return _route_in_group(experts, n_experts, group)
+    T, k = experts.shape
+    counts, order, row, R = by_expert(experts.flatten(), n_experts, T * k)
+    slot = torch.empty_like(order).scatter_(0, order, row)
+    copy = torch.zeros(R, dtype=torch.int64, device=experts.device).scatter_(0, row, order)
+    return Plan(counts, counts.int(), copy, copy // k, slot)
+
+
+def _route_in_group(experts, n_experts, group):
+    """route() where the experts are spread over `group`."""
+    (T, k), device = experts.shape, experts.device
+    size, me, here = group.size(), group.rank(), n_experts // group.size()
+    table = all_gather(experts.to(torch.int16), group).long()                    # [size*T, k]
+    wants = table[..., None] // here == torch.arange(size, device=device)        # [size*T, k, size]
+    goes = wants.any(1)                                                          # [size*T, size]
+    # The only wait: how many tokens and copies go from each rank to each.
+    tokens, copies = torch.stack([t.view(size, -1, size).sum(1) for t in (goes, wants)]).tolist()
+
+    def splits(n):
+        return n[me], [row[me] for row in n]
+    came = goes[:, me].nonzero()[:, 0]                                           # [M] by token
+    choice = torch.where(wants[came, :, me], table[came] - me * here, here)      # [M, k]
+    counts, order, row, R = by_expert(choice.flatten(), here, sum(splits(copies)[1]))
+
+    zeros = torch.zeros(R, dtype=torch.int64, device=device)
+    arrived = zeros.scatter(0, row, order)                    # copy among those of arrived tokens
+    back = torch.zeros_like(choice.flatten()).scatter_(0, order, row)[(choice < here).flatten()]
+    token = arrived // k
+    copy = (came - me * T)[token] * k + arrived % k if len(came) else arrived
+    own = table[me * T:(me + 1) * T].flatten()
+    home = (own // here).sort(stable=True).indices                               # [T*k] by rank
+    slot = torch.empty_like(home).scatter_(0, home, torch.arange(T * k, device=device))
+    exchange = Exchange(group, goes[me * T:(me + 1) * T].T.nonzero()[:, 1], splits(tokens), home,
+                        splits(copies), back,
+                        zeros.scatter(0, back, torch.arange(len(back), device=device)))
+    load = torch.zeros(n_experts, dtype=torch.int64, device=device).scatter_add_(
+        0, own, torch.ones_like(own))
+    return Plan(load, counts.int(), copy, token, slot, exchange)
+
+
+# --------------------------------------------------------------------------------------------- wire
+def pack(x, fmt):
+    """Rows x [n, D] as the bytes that travel, uint8 [n, ..]: codes | scales | outer scale."""
+    if fmt == "bf16":                       # not rounded: the type of the activations
+        return x.contiguous().view(torch.uint8)
+    q = quant.backend_for(x).quantize(x, fmt)
+    return torch.cat([t.view(len(x), -1).view(torch.uint8) for t in q.tensors() if t is not None],
+                     1)
+
+
+def unpack(rows, fmt, width):
+    """The packed tensor of uint8 rows [n, ..] whose numbers are `width` to a row."""
+    f = quant.FORMATS[fmt]
+    sizes = (width, width // 32) if f.block == 32 else (width // 2, width // 16, 4)
+    codes, scales, *outer = (t.contiguous() for t in rows.split(sizes, 1))
+    if f.block == 32:
+        return quant.Quantized(fmt, codes.view(torch.float8_e4m3fn), scales)
+    outer = outer[0].clone().view(torch.float32)[:, 0]           # a clone, for its alignment
+    return quant.Quantized(fmt, codes, scales.view(torch.float8_e4m3fn), outer)
+
+
+def all_to_all(rows, splits, group):
+    """Send uint8 rows to the ranks of a group; returns those that arrive, at least one."""
+    to, of = splits
+    out = rows.new_empty(max(1, sum(of)), rows.shape[1])
+    if not sum(of):
+        out.zero_()                         # padding rows must point somewhere
+    dist.all_to_all_single(out[:sum(of)], rows, list(of), list(to), group=group)
+    return out
+
+
+def send(x, fmt, index, splits, group):
+    """Rows x[index] in `fmt` to the ranks of a group; returns the values of those that arrive."""
+    rows = all_to_all(pack(x, fmt).index_select(0, index), splits, group)
+    if fmt == "bf16":
+        return rows.view(x.dtype)
+    return quant.backend_for(x).operand(unpack(rows, fmt, x.shape[1]), fmt, dtype=x.dtype)
+
+
+def rounded(x, fmt):
+    """Rows x [n, D] as they would arrive at another rank."""
+    return x if fmt == "bf16" else quant.backend_for(x).cast(x, fmt)
+
+
+def outward(x, plan, fmt):
+    """(values, packed or None) of tokens x [T, D] where their experts are, [M, D]."""
+    e = plan.exchange
+    if e is None and not quant.is_fp4(fmt):
+        return rounded(x, fmt), None
+    if e is None:
+        return None, quant.backend_for(x).quantize(x, fmt)
+    if fmt == "bf16":
+        return send(x, fmt, e.tokens, e.token_splits, e.group), None
+    rows = all_to_all(pack(x, fmt).index_select(0, e.tokens), e.token_splits, e.group)
+    return None, unpack(rows, fmt, x.shape[1])
+
+
+def homeward(y, plan, fmt):
+    """Expert rows y [R, D] where their tokens are: row plan.slot[copy] of the result."""
+    e = plan.exchange
+    return rounded(y, fmt) if e is None else send(y, fmt, e.back, e.copy_splits[::-1], e.group)
+
+
+def copies_outward(dout, gates, plan, fmt):
+    """gate * dout[token] of each copy where its expert is, [R, D]."""
+    e = plan.exchange
+    if e is None:
+        return rounded(gated_rows(dout, gates, plan.copy), fmt)
+    x = gated_rows(dout, gates, e.order)                                         # [T*k, D]
+    everything = torch.arange(len(x), device=x.device)
+    return send(x, fmt, everything, e.copy_splits, e.group).index_select(0, e.place)
+
+
+# ----------------------------------------------------------------------------- dispatch and combine
 @quant.fused
 def sum_of_copies(rows, slot, gates):
     """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], summed in fp32; [T, D]."""
@@ -75,25 +264,20 @@ def gated_rows(dout, gates, copy):
     return (gates.flatten()[copy][:, None] * dout.index_select(0, token)).to(dout.dtype)
 
 
-def over_the_wire(x, fmt):
-    """Rows x [R, D] as they arrive at the other end: rounded to `fmt` in blocks along each row."""
-    return x if fmt == "bf16" else quant.backend_for(x).cast(x, fmt)
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan, wire, back):
         ctx.plan, ctx.back, ctx.tokens = plan, back, x.shape[0]
-        if quant.is_fp4(wire):
-            q = quant.backend_for(x).quantize(x, wire).select(plan.token)
-            # The numbers travel packed. Autograd sees a shape for the gradient to flow through.
-            return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q
-        return over_the_wire(x, wire).index_select(0, plan.token), None          # [R, D]
+        values, q = outward(x, plan, wire)
+        if q is None:
+            return values.index_select(0, plan.token), None                      # [R, D]
+        # The numbers stay packed. Autograd sees a shape for the gradient to flow through.
+        return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q.select(plan.token)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx, _):
-        dx, slot = over_the_wire(dx, ctx.back), ctx.plan.slot                    # [R, D]
+        dx, slot = homeward(dx, ctx.plan, ctx.back), ctx.plan.slot
         ones = torch.ones(ctx.tokens, slot.numel() // ctx.tokens, device=dx.device)
         return sum_of_copies(dx, slot, ones), None, None, None                   # [T, D]
 
@@ -101,7 +285,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gates, plan, wire):
-        y = over_the_wire(y, wire)                                               # [R, D]
+        y = homeward(y, plan, wire)
         ctx.save_for_backward(y, gates)
         ctx.plan, ctx.wire = plan, wire
         return sum_of_copies(y, plan.slot, gates)                                # [T, D]
@@ -111,15 +295,14 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, dout):
         y, gates = ctx.saved_tensors
         dgates = dot_of_copies(y, ctx.plan.slot, dout, gates.shape[1])           # [T, k]
-        dy = over_the_wire(gated_rows(dout, gates, ctx.plan.copy), ctx.wire)     # [R, D]
-        return dy, dgates, None, None
+        return copies_outward(dout, gates, ctx.plan, ctx.wire), dgates, None, None
 
 
 def dispatch(x, plan, wire="bf16", back="bf16"):
     """Rows for the experts from tokens x [T, D]: (rows [R, D], the same rows packed or None).
 
     wire: the format in which they travel; back: the format of the gradient's way home. Where rows
-    travel in 4 bits the first result has no storage: it only carries the gradient.
+    stay packed the first result has no storage: it only carries the gradient.
     """
     return _Dispatch.apply(x, plan, wire, back)
 

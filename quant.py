@@ -704,9 +704,10 @@ class _Linear(torch.autograd.Function):
             xq, x_row = b.quantize_operand(x, g.x)                                  # [R, K] along K
         else:
             x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, rounded="x" in rounded)
-        # Only the packed copy of X is kept where the recipe's backward pass starts from it.
-        kept = xq.tensors() if g.source == "copy" else (x,)
-        ctx.save_for_backward(counts, rows, *kept)
+        # Where X is packed, because it came so or the backward pass starts from that copy, nothing
+        # else of it is kept.
+        ctx.packed = xq is not None
+        ctx.save_for_backward(counts, rows, *(xq.tensors() if ctx.packed else (x,)))
         ctx.weight, ctx.g, ctx.rounded, ctx.seed, ctx.dtype = weight, g, rounded, seed, x.dtype
         return b.gemm(x_row, weight.forward, counts)                                # [R, N]
 
@@ -715,7 +716,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         counts, rows, *kept = ctx.saved_tensors
         g, b, seed = ctx.g, backend_for(dy), ctx.seed
-        x = Quantized(g.x, *kept) if g.source == "copy" else kept[0]
+        x = Quantized(g.x, *kept) if ctx.packed else kept[0]
         dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded,
                                                    seed, rows)
         dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]

@@ -1,6 +1,7 @@
 """Train a mixture-of-experts language model in bf16, MXFP8 or NVFP4, and teach it by reinforcement.
 
     python train.py --precision nvfp4          # pretraining, then RL: minutes on a laptop's CPU
+    torchrun --nproc_per_node 8 train.py --ep 8 ...         # experts spread over eight GPUs
 
 The story, top to bottom: the configuration; a batch of bytes; one optimizer step; pretraining (text
 first, then a mixture with a task until a measured pass rate is reached); RL on that task with
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -37,6 +39,7 @@ from data import hf
 from data.prepare import load_corpus
 from data.task import task as find_task, task_rows
 from model import GPT, NEWLINE, ModelConfig
+from moe_comm import Mesh
 
 # ------------------------------------------------------------------------------------ configuration
 
@@ -63,6 +66,7 @@ class Config:
     device: str = opt("auto", "cpu, cuda or auto")
     backend: str = opt("auto", "who computes", ("auto", "native", "emulated", "reference"))
     threads: int = opt(1, "CPU threads; two are slower than one where the machine is shared")
+    ep: int = opt(1, "processes that the experts are spread over; torchrun starts them")
     # model
     dim: int = opt(64, "width of the residual stream")
     layers: int = opt(2, "layers")
@@ -137,7 +141,7 @@ PRESETS = {
 # A run that goes on may change these; everything else is what its checkpoint says.
 FREE = {"stage", "out", "resume", "device", "backend", "threads", "steps", "rl_steps", "log_every",
         "eval_every", "rl_eval_every", "eval_rows", "eval_problems", "save_every", "micro_batch",
-        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k", "export_format"}
+        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k", "export_format", "ep"}
 LOOKING = ("eval", "sample", "export")  # stages that change no weight
 FREE_TO_LOOK = FREE | {"seed", "data", "task"}      # ... and may change these too
 PRETRAIN, RL, EVAL = 1, 2, 3            # labels that keep the seeds of the stages apart
@@ -149,17 +153,21 @@ class Refused(Exception):
 
 # ---------------------------------------------------------------------------------------------- run
 class Run:
-    """What a stage works on: the model, its optimizer, the data, the log and where it stands."""
+    """What a stage works on: the model, its optimizer, the data, the log and where it stands. Each
+    process has one; the first of them, the head, speaks and writes."""
 
     def __init__(self, cfg, device):
         self.cfg, self.device, self.out = cfg, device, Path(cfg.out)
+        self.mesh = Mesh(cfg.ep, device.type)
+        self.head = self.mesh.rank == 0
         self.corpus, self.task = None, find_task(cfg.task)
         if cfg.stage not in ("sample", "export"):
             self.corpus = load_corpus(cfg.data or None)
-        self.model = GPT(cfg.model(), cfg.precision, cfg.seed).to(device)
+        self.model = GPT(cfg.model(), cfg.precision, cfg.seed, self.mesh).to(device)
         self.opt = None
         step = functools.partial(pretrain_update, self)
-        self.pretrain_update = quant.Captured(step) if device.type == "cuda" else step
+        alone = device.type == "cuda" and self.mesh.world == 1
+        self.pretrain_update = quant.Captured(step) if alone else step
         self.at = dict(stage="pretrain", step=0, done=False, passed=None)
         self.rows, self.stop, self.log = [], False, None
 
@@ -179,24 +187,59 @@ class Run:
             raise Refused(f"{self.out}/log.jsonl could not be written: {error}") from None
 
     def say(self, text):
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        if self.head:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def bar(self, total, name):
+        return tqdm(total=total, initial=self.at["step"], desc=name,
+                    disable=not (self.head and sys.stderr.isatty()))
+
+    def share(self, n, size=0, rank=None):
+        """Which of n rows process `rank` (this one) works on, in micro-batches of `size`. Together
+        all processes' micro-batches hold neighbouring rows, each process's after the one before."""
+        rank, world = self.mesh.rank if rank is None else rank, self.mesh.world
+        starts = [(s.start * world + rank * (s.stop - s.start), s.stop - s.start)
+                  for s in pieces(n // world, size)]
+        return np.concatenate([np.arange(first, first + length) for first, length in starts])
+
+    def gather(self, t, n, size=0):
+        """All n rows, in order, from each process's share t."""
+        order = np.concatenate([self.share(n, size, r) for r in range(self.mesh.world)])
+        return self.mesh.gather(t)[torch.from_numpy(np.argsort(order)).to(t.device)]
+
+
+def owners(model):
+    """Parameter -> (rank that keeps its AdamW state and updates it, group of the ranks that hold
+    copies): whole tensors, largest first, each to the one of those ranks with the least so far."""
+    mesh, found, load = model.mesh, {}, [0] * model.mesh.world
+    names = [(not model.is_sharded(n), -p.numel(), n, p) for n, p in model.named_parameters()]
+    for dense, size, _, p in sorted(names, key=lambda item: item[:3]):
+        of_experts = mesh.ep > 1 and not dense
+        ranks = range(mesh.place, mesh.world, mesh.ep) if of_experts else range(mesh.world)
+        owner = min(ranks, key=load.__getitem__)
+        first = owner - mesh.place
+        for rank in range(first, first + mesh.ep) if of_experts else [owner]:   # all places alike
+            load[rank] -= size
+        found[p] = owner, mesh.copies if of_experts else None
+    return found
 
 
 def adamw(model, weight_decay):
-    """AdamW; matrices decay, gains do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    gains = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=weight_decay),
-              dict(params=gains, weight_decay=0.0)]
-    device = matrices[0].device
+    """AdamW of the parameters that this process owns; matrices decay, gains do not."""
+    owner = owners(model)
+    mine = [p for p in model.parameters() if owner[p][0] == model.mesh.rank]
+    groups = [dict(params=[p for p in mine if p.dim() >= 2], weight_decay=weight_decay),
+              dict(params=[p for p in mine if p.dim() < 2], weight_decay=0.0)]
+    device = model.embed.device
     lr = torch.zeros((), device=device)         # a tensor, which a captured step reads anew
     opt = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True,
                             capturable=device.type == "cuda")
-    for p in model.parameters():        # from the start: every checkpoint holds the same tensors
+    for p in mine:                      # from the start: every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
     opt.register_step_post_hook(lambda *_: model.weights_changed())
+    opt.mine, opt.owner = mine, owner
     return opt
 
 
@@ -205,19 +248,35 @@ def set_lr(run, lr):
         group["lr"].fill_(lr)
 
 
+def to_owners(collective, tensors, owner):
+    """`collective` (reduce to, or broadcast from, the owner) of each parameter's tensor."""
+    for wait in [collective(t, owner[p][0], group=owner[p][1], async_op=True)
+                 for p, t in tensors.items()]:
+        wait.wait()
+
+
 def update(run, losses):
     """One optimizer step: backward through each micro-batch's share of the loss, clip, AdamW.
 
-    losses: yields scalars that add up to the step's loss. Returns (loss, gradient norm).
+    losses: yields scalars that add up, over all processes, to the step's loss. So gradients are
+    added, never averaged: those of experts over the copies of them (the rows of a whole expert
+    group have already met in each), all others over all processes. Returns (loss, gradient norm).
     """
-    total = 0.0
+    mesh, opt, total = run.mesh, run.opt, torch.zeros((), device=run.device)
     for loss in losses:
         loss.backward()
-        total = total + loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.cfg.clip)
-    run.opt.step()
-    run.opt.zero_grad(set_to_none=True)
-    return total, norm
+        total += loss.detach()
+    if mesh.world > 1:
+        to_owners(dist.reduce, {p: p.grad for p in opt.owner}, opt.owner)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in opt.mine]).to(run.device)
+    if mesh.world > 1:
+        norm = mesh.sum(norm.square()).sqrt()       # each gradient counts once, where its owner is
+    torch.nn.utils.clip_grads_with_norm_(opt.mine, run.cfg.clip, norm)
+    opt.step()
+    run.model.zero_grad(set_to_none=True)
+    if mesh.world > 1:
+        to_owners(dist.broadcast, {p: p.data for p in opt.owner}, opt.owner)
+    return mesh.sum(total), norm
 
 
 def must_be_finite(run, stats):
@@ -258,15 +317,16 @@ def pretrain_lr(cfg, step, text_steps):
 
 
 def pretrain_rows(run, step, mixed):
-    """(bytes [batch, seq_len + 1], which count [batch, seq_len], which rows are text [batch, 1]).
+    """(bytes [batch, seq_len + 1], which count [batch, seq_len], which rows are text [batch, 1]) of
+    this process's share of the batch.
 
     In the mixture every second row holds task lines, of which only the answers count.
     """
     cfg, length = run.cfg, run.cfg.seq_len + 1
-    ids = np.arange(cfg.batch)
+    ids = run.share(cfg.batch, cfg.micro_batch)
     is_task = (ids % 2 == 1) & mixed
     rows = run.corpus.batch(cfg.seed, "train", step, ids, length)
-    mask = np.ones((cfg.batch, length), bool)
+    mask = np.ones((len(ids), length), bool)
     if mixed:
         rows = rows.copy()
         rows[is_task], mask[is_task] = task_rows(run.task, cfg.seed, step, ids[is_task], length)
@@ -276,9 +336,10 @@ def pretrain_rows(run, step, mixed):
 def pretrain_losses(run, rows, mask, is_text, sums):
     """Yield each micro-batch's share of the mean loss over the bytes that count; add the losses of
     text and of task to sums [2]."""
-    cfg, total = run.cfg, mask.sum()
-    for s in pieces(cfg.batch, cfg.micro_batch):
-        nll = token_losses(run.model, rows[s], s.start * cfg.seq_len) * mask[s]
+    cfg, total = run.cfg, run.mesh.sum(mask.sum())
+    ids = run.share(cfg.batch, cfg.micro_batch)
+    for s in pieces(len(ids), cfg.micro_batch):
+        nll = token_losses(run.model, rows[s], int(ids[s.start]) * cfg.seq_len) * mask[s]
         text = (nll.detach() * is_text[s]).sum()
         sums += torch.stack([text, nll.detach().sum() - text])
         yield nll.sum() / total
@@ -290,9 +351,10 @@ def pretrain_update(run, rows, mask, is_text):
     sums = torch.zeros(2, device=rows.device)
     loss, norm = update(run, pretrain_losses(run, rows, mask, is_text, sums))
     load = run.model.balance(run.cfg.balance_rate)
-    text = (mask * is_text).sum()
-    return dict(loss=loss, text_loss=sums[0] / text, task_loss=sums[1] / (mask.sum() - text),
-                grad_norm=norm, load=load)
+    text, task = (mask * is_text).sum(), (mask * ~is_text).sum()
+    text, task, *sums = run.mesh.sum(torch.stack([text, task, *sums.double()]))
+    return dict(loss=loss, text_loss=sums[0] / text, task_loss=sums[1] / task, grad_norm=norm,
+                load=load)
 
 
 def pretrain_step(run, step, mixed, lr):
@@ -309,8 +371,7 @@ def pretrain(run):
     cfg, at = run.cfg, run.at
     text_steps = cfg.steps if cfg.text_share >= 1 else max(1, round(cfg.text_share * cfg.steps))
     clock = Clock(run, cfg.batch * cfg.seq_len)
-    bar = tqdm(total=cfg.steps, initial=at["step"], desc="pretrain",
-               disable=not sys.stderr.isatty())
+    bar = run.bar(cfg.steps, "pretrain")
     while at["step"] < cfg.steps and not at["done"]:
         step, mixed = at["step"], at["step"] >= text_steps
         stats = pretrain_step(run, step, mixed, lr := pretrain_lr(cfg, step, text_steps))
@@ -340,13 +401,16 @@ def pretrain(run):
 # ----------------------------------------------------------------------------------------------- RL
 def rollout(run, step):
     """(prompts [N, P], answers [N, A], log-probabilities, mask, rewards [N]) at temperature 1: the
-    `group` answers of a problem lie side by side. What is drawn is what is scored."""
+    `group` answers of a problem lie side by side, and this process has its share of them. What is
+    drawn is what is scored."""
     cfg, task = run.cfg, run.task
     problems = task.problems(cfg.seed, "train", step * cfg.prompts + np.arange(cfg.prompts))
-    problems = problems.repeat(cfg.group, 0)
+    ids = run.share(cfg.prompts * cfg.group, cfg.rl_micro_batch)
+    problems = problems.repeat(cfg.group, 0)[ids]
     seed = quant.fold(cfg.seed, RL, step)
     prompts = to_device(run, problems)
-    answers, logp, mask = run.model.generate(prompts, task.answer_len, stop=NEWLINE, seed=seed)
+    answers, logp, mask = run.model.generate(prompts, task.answer_len, stop=NEWLINE, seed=seed,
+                                             ids=torch.from_numpy(ids))
     rewards = task.rewards(problems, answers.cpu().numpy().astype(np.uint8))
     return prompts, answers, logp, mask, torch.from_numpy(rewards).to(run.device)
 
@@ -371,17 +435,20 @@ def rl_losses(run, step, batch, advantage, seen):
     text loss. w = min(pi_train / pi_rollout, ratio_max) without gradient; it is 1 where both
     forward passes agree. `seen` collects each micro-batch's log-probabilities and entropies."""
     cfg, (prompts, answers, rollout_logp, mask, _) = run.cfg, batch
-    length, total = prompts.shape[1] + answers.shape[1] - 1, mask.sum()
-    for s in pieces(len(prompts), cfg.rl_micro_batch):
-        logp, entropy = policy_terms(run.model, prompts[s], answers[s], s.start * length)
+    length, total = prompts.shape[1] + answers.shape[1] - 1, run.mesh.sum(mask.sum())
+    n = cfg.prompts * cfg.group
+    ids = run.share(n, cfg.rl_micro_batch)
+    for s in pieces(len(ids), cfg.rl_micro_batch):
+        logp, entropy = policy_terms(run.model, prompts[s], answers[s], int(ids[s.start]) * length)
         w = (logp.detach() - rollout_logp[s]).exp().clamp(max=cfg.ratio_max)
         seen.append((logp.detach(), entropy))
         yield -(w * advantage[s, None] * logp * mask[s]).sum() / total
     if cfg.rl_text:
-        rows = run.corpus.batch(cfg.seed, "train", cfg.steps + step, np.arange(cfg.rl_text_rows),
-                                cfg.seq_len + 1)
-        rows = to_device(run, rows)
-        yield cfg.rl_text * token_losses(run.model, rows, len(prompts) * length).mean()
+        ids = run.share(cfg.rl_text_rows)
+        rows = run.corpus.batch(cfg.seed, "train", cfg.steps + step, ids, cfg.seq_len + 1)
+        first = n * length + int(ids[0]) * cfg.seq_len
+        nll = token_losses(run.model, to_device(run, rows), first)
+        yield cfg.rl_text * nll.mean() / run.mesh.world
 
 
 def agreement(rollout_logp, logp, mask):
@@ -400,7 +467,8 @@ def rl_step(run, step, lr):
     start = time.perf_counter()
     batch = rollout(run, step)
     prompts, answers, rollout_logp, mask, rewards = batch
-    middle = time.perf_counter()
+    middle, n = time.perf_counter(), cfg.prompts * cfg.group
+    rewards = run.gather(rewards, n, cfg.rl_micro_batch)
     advantage, seen = advantages(rewards, cfg.group), []
     if not bool(advantage.any()):
         # No signal. A step would still move the weights, by Adam's momentum and the text loss.
@@ -409,8 +477,11 @@ def rl_step(run, step, lr):
         loss = norm = torch.zeros(())
     else:
         set_lr(run, lr)
-        loss, norm = update(run, rl_losses(run, step, batch, advantage, seen))
-    logp, entropy = (torch.cat(t) for t in zip(*seen))
+        ids = torch.from_numpy(run.share(n, cfg.rl_micro_batch)).to(run.device)
+        loss, norm = update(run, rl_losses(run, step, batch, advantage[ids], seen))
+    logp, entropy, rollout_logp, mask, answers = (
+        run.mesh.gather(t) for t in (*(torch.cat(t) for t in zip(*seen)), rollout_logp, mask,
+                                     answers))
     groups = rewards.view(-1, cfg.group).mean(1)
     stats = dict(loss=loss, reward=rewards.mean(), reward_std=rewards.std(),
                  all_wrong=(groups == 0).float().mean(), all_right=(groups == 1).float().mean(),
@@ -428,7 +499,7 @@ def reinforce(run):
     cfg, at = run.cfg, run.at
     tokens = cfg.prompts * cfg.group * (run.task.prompt_len + run.task.answer_len - 1)
     clock = Clock(run, tokens)
-    bar = tqdm(total=cfg.rl_steps, initial=at["step"], desc="rl", disable=not sys.stderr.isatty())
+    bar = run.bar(cfg.rl_steps, "rl")
     if at["step"] == 0:
         evaluate(run, "rl", 0, final=True)
         clock.skip()
@@ -457,22 +528,34 @@ def reinforce(run):
 @torch.no_grad()
 def text_bpb(run, rows):
     """Bits per byte on `rows` fixed windows of the validation text."""
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
     for s in pieces(rows, 64):
-        batch = run.corpus.batch(0, "val", 0, np.arange(s.start, s.stop), run.cfg.seq_len + 1)
-        total += float(token_losses(run.model, to_device(run, batch)).double().sum())
-    return total / (rows * run.cfg.seq_len) / math.log(2)
+        ids, real = spread(run, s)
+        batch = run.corpus.batch(0, "val", 0, ids, run.cfg.seq_len + 1)
+        losses = token_losses(run.model, to_device(run, batch)).double()
+        total += losses[:real].sum().cpu()
+    return float(run.mesh.sum(total)) / (rows * run.cfg.seq_len) / math.log(2)
+
+
+def spread(run, s):
+    """(numbers of this process's rows of slice s, how many of them are real): every process gets
+    as many, the last row again where there are too few."""
+    world, n = run.mesh.world, s.stop - s.start
+    size = -(-n // world)
+    first = run.mesh.rank * size
+    ids = s.start + np.minimum(np.arange(first, first + size), n - 1)
+    return ids, max(0, min(size, n - first))
 
 
 def attempt(run, problems, draw, **kw):
     """(answers, rewards) [n] to prompts [n, P]; `draw` names the random numbers."""
     answers, rewards = [], []
     for s in pieces(len(problems), 256):
-        ids = torch.arange(s.start, s.stop)
-        out, _, _ = run.model.generate(to_device(run, problems[s]), run.task.answer_len,
+        ids, _ = spread(run, s)
+        out, _, _ = run.model.generate(to_device(run, problems[ids]), run.task.answer_len,
                                        stop=NEWLINE, seed=quant.fold(run.cfg.seed, EVAL, draw),
-                                       ids=ids, **kw)
-        out = out.cpu().numpy().astype(np.uint8)
+                                       ids=torch.from_numpy(ids), **kw)
+        out = run.mesh.gather(out)[:s.stop - s.start].cpu().numpy().astype(np.uint8)
         out = np.pad(out, ((0, 0), (0, run.task.answer_len - out.shape[1])))
         answers.append(out)
         rewards.append(run.task.rewards(problems[s], out))
@@ -543,7 +626,7 @@ class Clock:
         self.start, self.step = time.perf_counter(), step
         out = dict(seconds=seconds, tokens_per_s=speed)
         if self.peak:
-            out["mfu"] = speed * self.run.model.flops_per_token() / self.peak
+            out["mfu"] = speed * self.run.model.flops_per_token() / self.peak / self.run.mesh.world
         if self.run.device.type == "cuda":
             out["peak_memory"] = torch.cuda.max_memory_allocated(self.run.device)
         return out
@@ -565,20 +648,27 @@ def latest_checkpoint(out):
 
 
 def tensors_of(model, opt):
-    """name -> tensor of all that a run must remember: weights, router biases, AdamW's moments."""
-    found = {f"model.{k}": v for k, v in model.state_dict().items()}
+    """name -> tensor of all that a run must remember: weights, router biases, AdamW's moments of
+    the parameters that this process owns. Of the experts' it says which part of the whole each
+    is: then any number of processes can read what any number wrote."""
+    def whole(name, t):
+        if model.mesh.ep == 1 or t.dim() == 0 or not model.is_sharded(name):
+            return t
+        from torch.distributed.tensor import DTensor, Shard
+        return DTensor.from_local(t, model.mesh.devices["expert"], [Shard(0)], run_check=False)
+    found = {f"model.{k}": whole(k, v) for k, v in model.state_dict().items()}
     for name, p in model.named_parameters():
         for key, value in opt.state.get(p, {}).items() if opt else ():
-            found[f"adamw.{name}.{key}"] = value
+            found[f"adamw.{name}.{key}"] = whole(name, value)
     return found
 
 
-def dcp(verb, tensors, path):
-    """torch.distributed.checkpoint's save or load; it warns that it works alone, which is meant."""
+def dcp(verb, tensors, path, mesh):
+    """torch.distributed.checkpoint's save or load; alone it warns of that, which is meant."""
     import torch.distributed.checkpoint as library
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        getattr(library, verb)(tensors, checkpoint_id=str(path), no_dist=True)
+        getattr(library, verb)(tensors, checkpoint_id=str(path), no_dist=mesh.world == 1)
 
 
 def reason(error):
@@ -591,40 +681,54 @@ def digest(path):
 
 
 def save(run):
-    """Write a checkpoint, then delete the older ones of this stage."""
+    """Write a checkpoint, then delete the older ones of this stage. All processes write their
+    tensors; the head does the rest."""
     path = run.out / "checkpoints" / f"{run.at['stage']}-{run.at['step']:06d}"
     temporary = path.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        os.fsync(run.log.fileno())
-        dcp("save", tensors_of(run.model, run.opt), temporary)
-        state = dict(config=dataclasses.asdict(run.cfg), at=run.at, log_bytes=run.log.tell(),
-                     corpus=run.corpus.sha256)
-        (temporary / "run.json").write_text(json.dumps(state, indent=1))
-        sums = {p.name: digest(p) for p in sorted(temporary.iterdir())}
-        (temporary / "manifest.json").write_text(json.dumps(sums, indent=1))
-        for p in temporary.iterdir():
-            with open(p, "rb") as f:
-                os.fsync(f.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(temporary, path)
+        if run.head:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.fsync(run.log.fileno())
+        run.mesh.wait()
+        dcp("save", tensors_of(run.model, run.opt), temporary, run.mesh)
+        if run.head:
+            seal(run, temporary, path)
+        run.mesh.wait()
     except BaseException as error:      # the library's own error on a full disk is no Exception
-        shutil.rmtree(temporary, ignore_errors=True)
+        if run.head:
+            shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             raise
         raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be "
                       f"written ({reason(error)}); the last good one is "
                       f"{latest_checkpoint(run.out) or 'none'}") from None
-    for old in checkpoints(run.out)[:-1]:
+    for old in checkpoints(run.out)[:-1] if run.head else ():
         if old.name.startswith(run.at["stage"]):
             shutil.rmtree(old)
 
 
+def seal(run, temporary, path):
+    """Add run.json and the manifest to a checkpoint's tensors, and give it its name."""
+    state = dict(config=dataclasses.asdict(run.cfg), at=run.at, log_bytes=run.log.tell(),
+                 corpus=run.corpus.sha256)
+    (temporary / "run.json").write_text(json.dumps(state, indent=1))
+    sums = {p.name: digest(p) for p in sorted(temporary.iterdir())}
+    (temporary / "manifest.json").write_text(json.dumps(sums, indent=1))
+    for p in temporary.iterdir():
+        with open(p, "rb") as f:
+            os.fsync(f.fileno())
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
+
+
 def read_checkpoint(path):
-    """run.json of a checkpoint whose sums are right; Refused where they are not."""
+    """run.json of a checkpoint whose sums are right; Refused where they are not. Of several
+    processes each checks its part of the files."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         sums = json.loads((path / "manifest.json").read_text())
-        bad = [n for n, s in sums.items() if not (path / n).is_file() or digest(path / n) != s]
+        bad = [n for n, s in sorted(sums.items())[rank::world]
+               if not (path / n).is_file() or digest(path / n) != s]
         if bad:
             raise Refused(f"checkpoint {path} is damaged: {bad[0]} is not what was written; delete "
                           "that folder to go on from an earlier one or to start anew")
@@ -636,7 +740,7 @@ def read_checkpoint(path):
 def load_tensors(path, model, opt=None):
     """Fill model (and optimizer) in place from a checkpoint whose sums were checked."""
     try:
-        dcp("load", tensors_of(model, opt), path)
+        dcp("load", tensors_of(model, opt), path, model.mesh)
     except BaseException as error:      # of many kinds, one no Exception; all mean the same here
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -646,6 +750,7 @@ def load_tensors(path, model, opt=None):
 
 def settle(run, due):
     """After a step: save where one is due or the user asked to stop; False means stop now."""
+    run.stop = run.mesh.any(run.stop)           # a signal reaches processes at different steps
     if due or run.stop:
         save(run)
     return not run.stop
@@ -686,13 +791,39 @@ def pick_device(name):
     return torch.device(name)
 
 
+def join(device):
+    """Join the processes that torchrun started. Returns this one's device."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return device
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    if device.type == "cuda":
+        if place >= torch.cuda.device_count():
+            raise Refused(f"torchrun started more processes than this machine has GPUs, "
+                          f"{torch.cuda.device_count()}; use --nproc_per_node or --device cpu")
+        device = torch.device("cuda", place)
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def check_world(run):
+    """Refuse a step that the processes cannot share evenly."""
+    cfg, world = run.cfg, run.mesh.world
+    rows = dict(batch=cfg.batch, rl_text_rows=cfg.rl_text_rows)
+    rows["prompts * group"] = cfg.prompts * cfg.group
+    for name, n in rows.items():
+        if n % world and cfg.stage not in LOOKING:
+            raise Refused(f"{flag(name)} {n}: must be a multiple of the number of processes, "
+                          f"{world}")
+
+
 def check(cfg):
     """Refuse values outside their range."""
     at_least = dict(steps=1, batch=1, micro_batch=0, rl_steps=0, prompts=1, group=2,
                     rl_micro_batch=0, log_every=1, eval_every=1, rl_eval_every=1, eval_rows=1,
                     eval_problems=8, save_every=1, gate_every=1, threads=1, new=1, warmup=1,
                     rl_warmup=1, rl_text_rows=1, seed=0, sample_top_k=0, lr=0, rl_lr=0,
-                    weight_decay=0, temperature=0, balance_rate=0, rl_text=0)
+                    weight_decay=0, temperature=0, balance_rate=0, rl_text=0, ep=1)
     for name, low in at_least.items():
         if not getattr(cfg, name) >= low:
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be at least {low}")
@@ -748,6 +879,7 @@ def open_run(cfg, given, device):
             run.corpus.batch(0, split, 0, np.arange(1), cfg.seq_len + 1)
     except ValueError as error:
         raise Refused(str(error)) from None
+    check_world(run)
     if run.corpus and run.task.prompt_len + run.task.answer_len > cfg.seq_len:
         raise Refused(f"--seq-len {cfg.seq_len}: task {cfg.task} needs at least "
                       f"{run.task.prompt_len + run.task.answer_len}")
@@ -812,6 +944,9 @@ def refusing(f, *args):
 def open_log(run, state):
     """log.jsonl: cut back to the checkpoint that the run goes on from, or begun with a header."""
     path = run.out / "log.jsonl"
+    if not run.head:
+        run.log = open(os.devnull, "w")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     if state and path.exists():
         with open(path, "rb+") as f:
@@ -821,7 +956,7 @@ def open_log(run, state):
     if not state:
         total, active = run.model.parameters_active()
         run.write(config=dataclasses.asdict(run.cfg), device=str(run.device),
-                  device_name=device_name(run),
+                  device_name=device_name(run), processes=run.mesh.world,
                   backend=backend_sentence(run.device), python=platform.python_version(),
                   torch=torch.__version__, parameters=total, active=active, corpus=run.corpus.name,
                   corpus_sha256=run.corpus.sha256, bigram_bpb=run.corpus.bigram_bpb)
@@ -853,7 +988,9 @@ def introduce(run):
             f"{cfg.batch * cfg.seq_len:,} tokens a step, "
             f"text {run.corpus.name} ({len(run.corpus.train) / 1e6:.1f} MB, a byte bigram has "
             f"{run.corpus.bigram_bpb:.3f} bits per byte)")
-    run.say(f"{device_name(run)}, backend {backend_sentence(run.device)}")
+    many = (f"{run.mesh.world} processes, experts spread over {cfg.ep}, "
+            if run.mesh.world > 1 else "")
+    run.say(f"{many}{device_name(run)}, backend {backend_sentence(run.device)}")
 
 
 def sparkline(values, width=40):
@@ -921,7 +1058,7 @@ def train(run):
 
 def sample_text(run):
     """Continue the prompt, writing bytes as they come; the speed goes to stderr."""
-    cfg, write, count = run.cfg, byte_writer(sys.stdout), 0
+    cfg, write, count = run.cfg, byte_writer(sys.stdout) if run.head else lambda *_, **__: None, 0
     prompt = os.fsencode(cfg.prompt) or b"\n"        # what was typed, also where it is no UTF-8
     run.begin(EVAL, 0)
     start = time.perf_counter()
@@ -937,8 +1074,9 @@ def sample_text(run):
         pass
     except BrokenPipeError:     # the reader has seen enough; Python would flush again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]",
-          file=sys.stderr)
+    if run.head:
+        print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]",
+              file=sys.stderr)
 
 
 def byte_writer(out):
@@ -989,30 +1127,15 @@ def keep_freed_memory():
 
 def main(argv=None):
     """Returns the exit code: 0, 2 for refused input, 130 for a run that was interrupted."""
+    rank = int(os.environ.get("RANK", 0))
     try:
         cfg, given, device = parse(argv)
-        run, state = open_run(cfg, given, device)
-        if run.cfg.stage in ("sample", "export"):
-            (sample_text if run.cfg.stage == "sample" else export)(run)
+        if cfg.stage == "export" and rank:      # one process can read any checkpoint
             return 0
-        introduce(run)
-        if run.cfg.stage == "eval":
-            run.log = open(os.devnull, "w")
-            run.begin(EVAL, 0)
-            evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
-            return 0
-        open_log(run, state)
-        on_signal(run)
-        if not state:
-            run.opt = adamw(run.model, run.cfg.weight_decay)
-            save(run)           # so that a run killed at its first step can be resumed
-        train(run)
-        if run.stop:
-            run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
-                    f"--stage {run.cfg.stage} --out {run.cfg.out}")
-            return 130
-        return 0
+        return go(*open_run(cfg, given, device if cfg.stage == "export" else join(device)))
     except Refused as refusal:
+        if rank:            # most often all say the same: the first one's word ends the others
+            time.sleep(3)
         print(f"train.py: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -1021,5 +1144,32 @@ def main(argv=None):
         return 130
 
 
+def go(run, state):
+    """Do the stage."""
+    if run.cfg.stage in ("sample", "export"):
+        (sample_text if run.cfg.stage == "sample" else export)(run)
+        return 0
+    introduce(run)
+    if run.cfg.stage == "eval":
+        run.log = open(os.devnull, "w")
+        run.begin(EVAL, 0)
+        evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
+        return 0
+    open_log(run, state)
+    on_signal(run)
+    if not state:
+        run.opt = adamw(run.model, run.cfg.weight_decay)
+        save(run)           # so that a run killed at its first step can be resumed
+    train(run)
+    if run.stop:
+        run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
+                f"--stage {run.cfg.stage} --out {run.cfg.out}")
+        return 130
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)

@@ -94,7 +94,7 @@ def random_run(model, precision, device):
     run = train.Run.__new__(train.Run)
     with torch.device(device):
         run.model = OnDevice(cfg.model(), precision)
-    run.cfg, run.device, run.at = cfg, device, dict(step=0)
+    run.cfg, run.device, run.at, run.mesh = cfg, device, dict(step=0), run.model.mesh
     run.opt = train.adamw(run.model, cfg.weight_decay)
     run.pretrain_update = quant.Captured(functools.partial(train.pretrain_update, run))
     return run

@@ -513,6 +513,9 @@ def load(folder, model):
     has no place in the model."""
     folder, packed, is_packed = Path(folder), {}, {}
     there, state = contents(folder), model.state_dict()
+    parts_here = {n: t for n, t in state.items() if model.is_sharded(n) and model.mesh.ep > 1}
+    for name, t in parts_here.items():              # experts spread over ranks: read all, keep ours
+        state[name] = torch.empty(model.cfg.experts, *t.shape[1:])
 
     def take(name, shape):
         if name not in there:
@@ -536,10 +539,14 @@ def load(folder, model):
     refuse_the_rest(folder, there, model.cfg.layers)
     for ours, q in packed.items():
         state[ours].copy_(q.dequantize().view(state[ours].shape))
+    for name, t in parts_here.items():
+        t.copy_(model.here(state[name]))
     model.weights_changed()
+    device = model.embed.device
     # Outer scales of other programs may be no powers of two: those numbers, not their codes.
     return {
-        ours: quant.Quantized(q.fmt, *(t.to(state[ours].device) for t in q.tensors()))
+        ours: quant.Quantized(q.fmt, *(model.here(t).to(device) if ours in parts_here
+                                       else t.to(device) for t in q.tensors()))
         for ours, q in packed.items()
         if bool((torch.frexp(q.outer).mantissa == 0.5).all())
     }

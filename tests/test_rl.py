@@ -1,7 +1,7 @@
 """RL: the loss against enumeration, what gets a gradient, rollout and trainer agree, learning."""
 
 import itertools
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 import train
 from data.task import Task, as_row, task_rows
+from moe_comm import Mesh
 
-TINY = dict(data=__file__, dim=32, heads=2, kv_heads=1, expert_dim=32, seq_len=32, batch=4,
+TEXT = str(Path(__file__).resolve().parent.parent / "LICENSE")    # a text that does not change
+TINY = dict(data=TEXT, dim=32, heads=2, kv_heads=1, expert_dim=32, seq_len=32, batch=4,
             task="sort4", prompts=4, group=4, rl_text_rows=2, eval_problems=8, eval_rows=4)
 RECIPES = pytest.mark.parametrize("precision", ["bf16", "mxfp8", "nvfp4"])
 
@@ -38,8 +40,9 @@ def some_batch(run, step=0):
 
 
 def same_to_summation(a, b):
-    """Equal but for the order in which fp32 sums were formed."""
-    return all(torch.allclose(a[n], b[n], rtol=1e-4, atol=2e-6 * float(a[n].abs().max()))
+    """Equal but for the order in which fp32 sums were formed, and for blocks along T that hold other
+    tokens: numbers far below a block's largest are rounded on its grid."""
+    return all(torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-5 * float(a[n].abs().max()))
                for n in a)
 
 
@@ -88,8 +91,9 @@ def policy_gradient(policy, answers, rewards, rollout_logp, **config):
     n = len(answers)
     batch = (torch.zeros(n, 1).long(), answers[:, None], rollout_logp[:, None],
              torch.ones(n, 1).bool(), rewards)
-    cfg = train.Config(rl_text=0.0, group=n, **config)
-    run = SimpleNamespace(cfg=cfg, model=policy, device="cpu")
+    run = train.Run.__new__(train.Run)
+    run.cfg = train.Config(rl_text=0.0, prompts=1, group=n, **config)
+    run.mesh, run.model, run.device = Mesh(), policy, torch.device("cpu")
     for loss in train.rl_losses(run, 0, batch, train.advantages(rewards, n), []):
         loss.backward()
     return policy.table.grad.clone()

@@ -183,11 +183,12 @@ def unpack(rows, fmt, width):
     """The packed tensor of uint8 rows [n, ..] whose numbers are `width` to a row."""
     f = quant.FORMATS[fmt]
     sizes = (width, width // 32) if f.block == 32 else (width // 2, width // 16, 4)
-    codes, scales, *outer = (t.contiguous() for t in rows.split(sizes, 1))
+    codes, scales, *outer = (t.clone(memory_format=torch.contiguous_format)    # for its alignment
+                             for t in rows.split(sizes, 1))
     if f.block == 32:
         return quant.Quantized(fmt, codes.view(torch.float8_e4m3fn), scales)
-    outer = outer[0].clone().view(torch.float32)[:, 0]           # a clone, for its alignment
-    return quant.Quantized(fmt, codes, scales.view(torch.float8_e4m3fn), outer)
+    return quant.Quantized(fmt, codes, scales.view(torch.float8_e4m3fn),
+                           outer[0].view(torch.float32)[:, 0])
 
 
 def all_to_all(rows, splits, group):

@@ -35,14 +35,18 @@ ALIGN = 128      # each expert's rows start at a multiple: the GEMM tile, and wh
 
 
 # --------------------------------------------------------------------------------------- who is who
+def who():
+    """(rank of this process, number of processes)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 class Mesh:
     """world = data x ep processes; rank = data index * ep + expert index, so that an expert group
     are neighbours, inside one host. Experts are sharded over their group and copied over the data
     axis; everything else is copied to all. Without torchrun: one process, and nothing to do."""
 
     def __init__(self, ep=1, device="cpu"):
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.rank, self.world = who()
         if ep < 1 or self.world % ep:
             raise ValueError(f"--ep {ep}: must divide the number of processes, {self.world}"
                              + (" (torchrun starts several)" if self.world == 1 else ""))

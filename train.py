@@ -39,7 +39,7 @@ from data import hf
 from data.prepare import load_corpus
 from data.task import task as find_task, task_rows
 from model import GPT, NEWLINE, ModelConfig
-from moe_comm import Mesh
+from moe_comm import Mesh, who
 
 # ------------------------------------------------------------------------------------ configuration
 
@@ -724,7 +724,7 @@ def seal(run, temporary, path):
 def read_checkpoint(path):
     """run.json of a checkpoint whose sums are right; Refused where they are not. Of several
     processes each checks its part of the files."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = who()
     try:
         sums = json.loads((path / "manifest.json").read_text())
         bad = [n for n, s in sorted(sums.items())[rank::world]
@@ -847,6 +847,8 @@ def continued(cfg, given, path):
                           f"{getattr(old, name)}; leave the flag out, or start anew in "
                           "another --out")
     changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
+    if who()[1] % old.ep:               # other processes than before: a mesh that fits any number
+        changed.setdefault("ep", 1)
     return dataclasses.replace(old, **changed), state
 
 

@@ -23,7 +23,10 @@ expert buffer, D width.
 """
 import math
 import os
+import statistics
+import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,21 @@ ALIGN = 128      # each expert's rows start at a multiple: the GEMM tile, and wh
 
 
 # --------------------------------------------------------------------------------------- who is who
+def join(device):
+    """Join the processes that torchrun started, if it did. Returns this one's device."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return device
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    if device.type == "cuda":
+        if place >= torch.cuda.device_count():
+            raise ValueError("torchrun started more processes than this machine has GPUs, "
+                             f"{torch.cuda.device_count()}; use --nproc_per_node or --device cpu")
+        device = torch.device("cuda", place)
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def who():
     """(rank of this process, number of processes)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -315,3 +333,144 @@ def dispatch(x, plan, wire="bf16", back="bf16"):
 def combine(y, gates, plan, wire="bf16"):
     """out[t] = sum over j of gates[t, j] * y[row of copy (t, j)], y [R, D] rounded to `wire`."""
     return _Combine.apply(y, gates, plan, wire)
+
+
+# --------------------------------------------------------------------------------------- the lesson
+BITS = dict(bf16=16.0, mxfp8=8.25, nvfp4=4.5)
+WIRES = {"bf16": ("bf16", "bf16"), "mxfp8": ("mxfp8", "mxfp8"), "nvfp4": ("nvfp4", "mxfp8")}
+# name -> (D, F, E, k): model B of data/bench.py, and two shapes of published models.
+SHAPES = {"model B": (2048, 1408, 64, 6), "Llama 4 Scout": (5120, 8192, 16, 1),
+          "384 experts": (6144, 2048, 384, 8)}
+# name -> (operations/s of the expert GEMMs by recipe, bytes/s of the link, each way), datasheets.
+MACHINES = {"H200": (dict.fromkeys(WIRES, 989e12), 0.45e12),
+            "GB300": (dict(bf16=2.5e15, mxfp8=5e15, nvfp4=15e15), 0.9e12)}
+
+
+def ranks_of_a_token(n_experts, top_k, ep):
+    """Expected number of ranks that have one of a token's experts, all choices equally likely."""
+    miss = math.comb(n_experts - n_experts // ep, top_k) / math.comb(n_experts, top_k)
+    return ep * (1 - miss)
+
+
+def bytes_of_a_token(shape, ep, wire, back):
+    """Bytes that leave a token's home (dispatch; gate * dOut) and that come back (combine; dX): a
+    list of four, of which the share (ep - 1) / ep crosses the link."""
+    D, _, E, k = shape
+    there = (BITS[wire] * D / 8 + 4 * (wire == "nvfp4")) * ranks_of_a_token(E, k, ep)
+    copies = k * BITS[back] * D / 8
+    return [n * (ep - 1) / ep for n in (there, copies, copies, copies)]
+
+
+def lesson():
+    """Bytes a token by direction, and what that means beside the arithmetic."""
+    print("Bytes of a token that cross the link, experts over 8 ranks, in each direction\n")
+    row = "{:<15}{:<7}" + "{:>10}" * 4 + "{:>8}"
+    print(row.format("", "", "dispatch", "combine", "its grad", "dX", "sum"))
+    for name, shape in SHAPES.items():
+        whole = sum(bytes_of_a_token(shape, 8, "bf16", "bf16"))
+        for recipe, wires in WIRES.items():
+            parts = bytes_of_a_token(shape, 8, *wires)
+            print(row.format(name, recipe, *(f"{n:,.0f}" for n in parts),
+                             f"{sum(parts) / whole:.2f}x"))
+    print("\nOperations of the expert GEMMs for each byte on the link, forward and backward, and how "
+          "many\nof them a GPU does while the link carries a byte: above it, arithmetic decides\n")
+    row, spread = "{:<15}{:<7}" + "{:>10}" * 4 + "{:>12}" * 2, (2, 8, 24, 64)
+    print(row.format("", "", *(f"{ep} ranks" for ep in spread), *MACHINES))
+    for name, (D, F, E, k) in SHAPES.items():
+        for recipe, wires in WIRES.items():
+            each = [18 * D * F * k / sum(bytes_of_a_token((D, F, E, k), ep, *wires))
+                    if E % ep == 0 else None for ep in spread]
+            link = [f"{rate[recipe] / link:,.0f}" for rate, link in MACHINES.values()]
+            print(row.format(name, recipe, *("-" if n is None else f"{n:,.0f}" for n in each),
+                             *link))
+
+
+# ---------------------------------------------------------------------------- measured, on some GPUs
+def interleaved(functions, repeats=15):
+    """Milliseconds of each function, `repeats` times in turn, on the GPU's clock."""
+    times = [[] for _ in functions]
+    for i in range(repeats + 3):                                 # the first three warm up
+        for f, found in zip(functions, times):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            dist.barrier()
+            start.record()
+            f()
+            end.record()
+            end.synchronize()
+            if i >= 3:
+                found.append(start.elapsed_time(end))
+    return [statistics.median(found) for found in times]
+
+
+def measure(mesh, device):
+    """Times of one exchange, and of dispatch, expert GEMM and combine, by tokens and width."""
+    size, (E, k, F) = mesh.ep, (16 * mesh.ep, 4, 1024)
+    head = mesh.rank == 0
+    row = "{:>5}{:>8}" + "{:>9}" * 9
+    if head:
+        print(f"\n{size} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, n = 15, "
+              f"medians, ms; {E} experts, top-{k}, width {F}\n")
+        print(row.format("", "", "bytes", "alone", "", "rounded,", "sent,", "decoded", "dispatch",
+                         "+ GEMM +", "combine"))
+        print(row.format("D", "tokens", *("bf16", "mxfp8", "nvfp4") * 3))
+    for D in (2048, 5120):
+        w1 = torch.randn(E // size, F, D, device=device) * D ** -0.5
+        w2 = torch.randn(E // size, D, F, device=device) * F ** -0.5
+        for T in (1024, 4096, 8192, 16384, 32768, 65536):
+            ms = interleaved([*raw_exchanges(T, D, mesh, device), *round_trips(T, D, mesh, device),
+                              *layers(T, k, w1, w2, E, mesh)])
+            if head:
+                print(row.format(D, T, *(f"{t:.3f}" for t in ms)), flush=True)
+
+
+def raw_exchanges(T, D, mesh, device):
+    """An all-to-all of T rows' bytes, by format."""
+    even = [T // mesh.ep] * mesh.ep
+    for fmt, bits in BITS.items():
+        rows = torch.zeros(T, int(D * bits / 8) + 4 * (fmt == "nvfp4"), dtype=torch.uint8,
+                           device=device)
+        yield partial(all_to_all, rows, (even, even), mesh.experts)
+
+
+def round_trips(T, D, mesh, device):
+    """The same with rounding before and decoding after it."""
+    even, index = [T // mesh.ep] * mesh.ep, torch.randperm(T, device=device)
+    x = torch.randn(T, D, device=device, dtype=torch.bfloat16)
+    for fmt in BITS:
+        yield partial(send, x, fmt, index, (even, even), mesh.experts)
+
+
+def layers(T, k, w1, w2, E, mesh):
+    """Dispatch, two expert GEMMs and combine, forward, by recipe; the plan is made before."""
+    x = torch.randn(T, w1.shape[2], device=w1.device, dtype=torch.bfloat16)
+    scores = torch.rand(T, E, device=w1.device)
+    gates, experts = scores.topk(k, -1)
+    plan = route(experts, E, mesh.experts)
+
+    def layer(recipe, first, second):
+        g, (wire, back) = quant.RECIPES[recipe].experts, WIRES[recipe]
+        rows, q = dispatch(x, plan, wire, back)
+        h = quant.grouped_linear(rows, w1, plan.counts, g, weight=first, xq=q)
+        y = quant.grouped_linear(h, w2, plan.counts, g, weight=second)
+        return combine(y, gates, plan, back)
+    for recipe in WIRES:
+        g = quant.RECIPES[recipe].experts
+        weights = [quant.prepare(w, g, dtype=x.dtype) for w in (w1, w2)]
+        yield torch.no_grad()(partial(layer, recipe, *weights))
+
+
+def main():
+    device = join(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rank, world = who()
+    if rank == 0:
+        lesson()
+        if device.type == "cpu" or world == 1:
+            print("\nTimes are measured where there are GPUs: torchrun --nproc_per_node N moe_comm.py")
+    if device.type == "cuda" and world > 1:
+        measure(Mesh(world, "cuda"), device)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

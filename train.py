@@ -39,7 +39,7 @@ from data import hf
 from data.prepare import load_corpus
 from data.task import task as find_task, task_rows
 from model import GPT, NEWLINE, ModelConfig
-from moe_comm import Mesh, who
+from moe_comm import Mesh, join, who
 
 # ------------------------------------------------------------------------------------ configuration
 
@@ -791,21 +791,6 @@ def pick_device(name):
     return torch.device(name)
 
 
-def join(device):
-    """Join the processes that torchrun started. Returns this one's device."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return device
-    place = int(os.environ.get("LOCAL_RANK", 0))
-    if device.type == "cuda":
-        if place >= torch.cuda.device_count():
-            raise Refused(f"torchrun started more processes than this machine has GPUs, "
-                          f"{torch.cuda.device_count()}; use --nproc_per_node or --device cpu")
-        device = torch.device("cuda", place)
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
 def check_world(run):
     """Refuse a step that the processes cannot share evenly."""
     cfg, world = run.cfg, run.mesh.world
@@ -1134,7 +1119,8 @@ def main(argv=None):
         cfg, given, device = parse(argv)
         if cfg.stage == "export" and rank:      # one process can read any checkpoint
             return 0
-        return go(*open_run(cfg, given, device if cfg.stage == "export" else join(device)))
+        device = device if cfg.stage == "export" else refusing(join, device)
+        return go(*open_run(cfg, given, device))
     except Refused as refusal:
         if rank:            # most often all say the same: the first one's word ends the others
             time.sleep(3)

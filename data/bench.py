@@ -2,11 +2,13 @@
 
 On a CPU, `python data/bench.py` interleaves the steps of `python train.py` (preset tiny), so that a
 noisy machine disturbs all alike: the mixture against a dense model of equal active FLOPs, and each
-precision against bf16. On a GPU it trains models A and B on random bytes, and generates.
+precision against bf16. On a GPU it trains models A and B on random bytes, and generates; on several,
+`torchrun --nproc_per_node N data/bench.py --models B --ep 1 N`, with experts spread over --ep.
 """
 import argparse
 import functools
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -14,10 +16,12 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import quant  # noqa: E402
 import train  # noqa: E402
+from moe_comm import Mesh, join, who  # noqa: E402
 
 
 def prepare(folder, name, precision, **changes):
@@ -80,23 +84,28 @@ MODELS = {
 
 
 class OnDevice(train.GPT):
-    """A GPT whose weights are drawn on the GPU: drawing billions of them on a CPU takes minutes."""
+    """A GPT whose weights are drawn on the GPU: drawing billions of them on a CPU takes minutes.
+    Every process draws the same ones."""
 
     def init_weights(self, seed):
+        torch.manual_seed(seed)
         for p in self.parameters():
             if p.dim() > 1:
                 torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
 
-def random_run(model, precision, device):
-    """A run of model A or B that needs no corpus."""
+def random_run(model, precision, device, ep):
+    """A run of model A or B that needs no corpus, with the model's batch on each GPU."""
     cfg = train.Config(precision=precision, text_share=1.0, lr=1e-4, **MODELS[model])
+    cfg.batch *= who()[1]
     run = train.Run.__new__(train.Run)
     with torch.device(device):
-        run.model = OnDevice(cfg.model(), precision)
+        run.model = OnDevice(cfg.model(), precision, mesh=Mesh(ep, "cuda"))
     run.cfg, run.device, run.at, run.mesh = cfg, device, dict(step=0), run.model.mesh
     run.opt = train.adamw(run.model, cfg.weight_decay)
-    run.pretrain_update = quant.Captured(functools.partial(train.pretrain_update, run))
+    run.pretrain_update = functools.partial(train.pretrain_update, run)
+    if run.mesh.world == 1:
+        run.pretrain_update = quant.Captured(run.pretrain_update)
     return run
 
 
@@ -112,22 +121,24 @@ def gpu_step(run, i, rows, ones):
     return start.elapsed_time(end)
 
 
-def measure_gpu(model, precision, repeats):
-    device = torch.device("cuda")
+def measure_gpu(model, precision, repeats, device, ep=1):
     torch.cuda.reset_peak_memory_stats()
-    run = random_run(model, precision, device)
-    cfg = run.cfg
-    rows = torch.randint(0, 256, (cfg.batch, cfg.seq_len + 1), device=device)
+    run = random_run(model, precision, device, ep)
+    cfg, (rank, world) = run.cfg, who()
+    torch.manual_seed(rank)
+    rows = torch.randint(0, 256, (cfg.batch // world, cfg.seq_len + 1), device=device)
     ones = torch.ones_like(rows)
     times = [gpu_step(run, i, rows, ones) for i in range(repeats + 5)][5:]
     q = statistics.quantiles(times, n=4)
     speed = cfg.batch * cfg.seq_len / q[1] * 1e3
     total, active = run.model.parameters_active()
-    print(f"{model} {precision:6s} {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active: "
-          f"{q[1]:.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}, n={repeats}), "
-          f"{speed / 1e3:.0f}k tokens/s, "
-          f"{speed * run.model.flops_per_token() / 989e12:.1%} of 989 TFLOP/s, peak memory "
-          f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB", flush=True)
+    many = f"{world} GPUs, experts over {ep}, " if world > 1 else ""
+    share = speed * run.model.flops_per_token() / 989e12 / world
+    if rank == 0:
+        print(f"{model} {precision:6s} {many}{total / 1e6:.0f}M parameters, {active / 1e6:.0f}M "
+              f"active: {q[1]:.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}, n={repeats}), "
+              f"{speed / 1e3:.0f}k tokens/s, {share:.1%} of 989 TFLOP/s, peak memory "
+              f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB", flush=True)
     return run
 
 
@@ -137,13 +148,16 @@ def main():
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--models", nargs="*", default=["A", "B"], choices=MODELS)
     parser.add_argument("--precisions", nargs="*", default=["bf16", "mxfp8", "nvfp4"])
+    parser.add_argument("--ep", type=int, nargs="+", default=[1], help="under torchrun")
     args = parser.parse_args()
     if torch.cuda.is_available():
-        for model in args.models:
-            for precision in args.precisions:
-                measure_gpu(model, precision, args.repeats)
-                gc.collect()                # a run and its captured step refer to each other
-                torch.cuda.empty_cache()
+        device = join(torch.device("cuda"))
+        for model, precision, ep in itertools.product(args.models, args.precisions, args.ep):
+            measure_gpu(model, precision, args.repeats, device, ep)
+            gc.collect()                    # a run and its captured step refer to each other
+            torch.cuda.empty_cache()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return
     train.keep_freed_memory()
     for threads in args.threads:

@@ -46,7 +46,8 @@ def scout(bf16_rate=0.81e15, gain=1.705, attention_rate=1.0e15, rest=0.32):
     (TorchAO's moe_training README, B200: means of 1, 2, 4, 8 experts; gain 1.64 to 1.81,
     which alone moves the result from 28 to 33 %).
     attention_rate: assumed; FlashAttention-4 reports up to 1.6e15 on a B200.
-    rest: ASSUMED share of the BF16 step that is neither GEMM nor attention.
+    rest: ASSUMED share of the BF16 step that is neither GEMM nor attention, chosen to give the
+    measured gain; that it also gives the possible gain is then a check.
     """
     rounded, plain = scout_times(bf16_rate, attention_rate)
     total = (rounded + plain) / (1 - rest)
@@ -98,7 +99,7 @@ def pretraining(fp8=GB300.fp8, fp4=GB300.fp4, link=GB300.link, reached=1.67e15, 
 def reinforcement(rollouts=0.7, weights=0.45, trainer=0.08):
     """The same model in RL. ASSUMED: the share of the time in rollouts (up to .9 is reported: arXiv
     2509.18521), and the share of a rollout that reads expert weights, now at 4.5 instead of 8.25
-    bits; +20 % needs weights .57 at rollouts .5, and .39 at .9.
+    bits; the second is chosen to give the published gain (it needs .57 at rollouts .5, .39 at .9).
     trainer: the gain of the rest, as published for pretraining."""
     rollout = 1 - weights * (1 - 4.5 / 8.25)
     return 1 / (rollouts * rollout + (1 - rollouts) / (1 + trainer)) - 1

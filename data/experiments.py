@@ -22,13 +22,18 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
 
 # -------------------------------------------------------------------------------- what is compared
-# Flags of train.py. "gpu": 7.3M active parameters of 21M and 20 bytes of text for each of them.
+# Flags of train.py. "gpu": 4.0M active parameters of 12.0M, and 20 bytes of text for each of them;
+# "gpu7m": 7.2M of 21.4M, the same.
+GPU = dict(layers=6, experts=16, top_k=4, seq_len=256, batch=128, warmup=200, eval_rows=512,
+           log_every=100)
 SIZES = {
-    "gpu": dict(dim=256, layers=6, heads=4, kv_heads=2, experts=16, top_k=4, expert_dim=256,
-                seq_len=256, batch=128, steps=4500, lr=2e-3, warmup=200, eval_rows=512,
-                eval_every=1125, save_every=2250, log_every=100),
+    "gpu": dict(GPU, dim=192, heads=6, kv_heads=2, expert_dim=192, steps=2520, lr=2.5e-3,
+                eval_every=630, save_every=1260),
+    "gpu7m": dict(GPU, dim=256, heads=4, kv_heads=2, expert_dim=256, steps=4500, lr=2e-3,
+                  eval_every=1125, save_every=2250),
     "cpu": dict(preset="tiny", steps=300, eval_every=100, save_every=100),
     "smoke": dict(dim=32, layers=2, heads=2, kv_heads=1, experts=4, top_k=2, expert_dim=32,
                   seq_len=32, batch=4, steps=8, warmup=2, eval_rows=4, eval_every=8, save_every=4,
@@ -37,6 +42,7 @@ SIZES = {
 TEXT = dict(stage="pretrain", text_share=1.0, mix_lr=0.05)      # text alone; lr falls to a 20th
 RL = {      # the default task's own model, as in the README; the shapes come with the checkpoint
     "gpu": dict(preset="tiny", rl_steps=200),
+    "gpu7m": dict(preset="tiny", rl_steps=200),
     "cpu": dict(preset="tiny", rl_steps=100),
     "smoke": dict(SIZES["smoke"], rl_steps=4, prompts=2, group=4, rl_text_rows=2, eval_problems=8,
                   rl_eval_every=4, gate_every=4, gate=0.0),
@@ -184,15 +190,17 @@ def first_run(place, arm):
     return out
 
 
-def run(place, name, seeds, jobs=1):
-    """Make the runs of an experiment that are missing, `jobs` at a time; the number that failed."""
-    waiting = [(arm, seed) for seed in seeds for arm in EXPERIMENTS[name].arms
-               if not place.find(name, arm, seed)]
-    running, failed = {}, 0
+def run(place, name, seeds, jobs=1, minutes=math.inf):
+    """Make the runs of an experiment that are missing, `jobs` at a time, beginning none after
+    `minutes`; return the number that failed."""
+    waiting = [(arm, seed) for seed in seeds for arm in EXPERIMENTS[name].arms]
+    running, failed, begun = {}, 0, time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 key = waiting.pop(0)
+                if place.find(name, *key) or time.monotonic() - begun > 60 * minutes:
+                    continue
                 running[key] = start(place, name, *key)
                 print(f"{name}: {key[0]} seed {key[1]} started", flush=True)
             time.sleep(0.1)
@@ -306,12 +314,12 @@ def table(place, name):
 
 # ------------------------------------------------------------------------------------- command line
 def main(argv=None):
-    sys.path[:0] = [str(ROOT), str(HERE)]
-    import measure
+    from data import measure
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("name", choices=[*EXPERIMENTS, *measure.MEASUREMENTS])
     p.add_argument("--device", default="cpu")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    p.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
     p.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     p.add_argument("--data", default="", help="as in train.py")
     p.add_argument("--size", choices=SIZES, help="gpu on a GPU, else cpu")
@@ -327,7 +335,7 @@ def main(argv=None):
     e, failed = EXPERIMENTS[args.name], 0
     if not args.table:
         failed = run(place, args.name, args.seeds or (e.seeds[:2] if args.smoke else e.seeds),
-                     args.jobs)
+                     args.jobs, args.minutes)
     table(place, args.name)
     return int(failed > 0)
 

@@ -176,7 +176,7 @@ def memory(place):
 # --------------------------------------------------------------------------- 4 bits after training
 def bits_per_byte(place, folder, precision=""):
     """Bits per byte of a model in `folder`, a run or an export, on the final evaluation's rows."""
-    from experiments import SIZES
+    from data.experiments import SIZES
     flags = dict(stage="eval", init_from=folder, device=place.device, out=place.work / "nowhere",
                  eval_rows=SIZES[place.size].get("eval_rows"), data=place.data, precision=precision)
     argv = [w for k, v in flags.items() if v for w in ("--" + k.replace("_", "-"), str(v))]

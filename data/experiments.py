@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,12 +72,18 @@ def recipes(*names, **flags):
     return {n: Arm(n, flags=flags) for n in names}
 
 
+def budgets(*pairs):
+    return {f"{p}-x{b:g}": Arm(p, b) for p, b in pairs}
+
+
 EXPERIMENTS = {
     "convergence": Experiment("MXFP8 converges as BF16", recipes("bf16", "mxfp8")),
-    "efficiency": Experiment(
-        "an NVFP4 forward in the experts costs about 2 % of the compute",
-        {f"{p}-x{b:g}": Arm(p, b) for p, b in (("mxfp8", 1), ("nvfp4", 1), ("mxfp8", 0.25),
-                                               ("mxfp8", 0.5), ("mxfp8", 2), ("nvfp4", 0.5))}),
+    "efficiency": Experiment("an NVFP4 forward in the experts costs about 2 % of the compute",
+                             budgets(("mxfp8", 1), ("nvfp4", 1), ("mxfp8", 0.25), ("mxfp8", 0.5),
+                                     ("mxfp8", 2), ("nvfp4", 0.5))),
+    "efficiency-46": Experiment("a choice of 6 or 4 for each block's largest number costs less",
+                                budgets(("mxfp8", 1), ("nvfp4-46", 1), ("mxfp8", 0.25),
+                                        ("mxfp8", 0.5), ("mxfp8", 2))),
     "more-fp4": Experiment("4 bits in the backward pass, or in every layer, hurt more",
                            recipes("mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all")),
     # With top-2, one shared expert and 5 of 6 layers in 4 bits, both arms have the same operations
@@ -288,6 +295,19 @@ def lines_of_table(found, arms):
                + (f"{mean:+.4f} +- {half:.4f} (n {len(d)})" if d else "") + " |")
 
 
+def rl_lines(logs):
+    """One line for each arm: held-out pass rate at the end, and how far rollout and trainer are
+    apart (k3 estimates the KL divergence, per byte)."""
+    for arm, paths in logs.items():
+        runs = [[json.loads(line) for line in p.read_text().splitlines()] for p in paths.values()]
+        if runs:
+            rate = statistics.fmean([r["pass_rate"] for r in rows if "pass_rate" in r][-1]
+                                    for rows in runs)
+            k3 = [r["k3"] for rows in runs for r in rows if "k3" in r]
+            yield (f"{arm}: pass rate {rate:.3f} at the end, k3 {statistics.fmean(k3):.2g} on "
+                   f"average and {max(k3):.2g} at most")
+
+
 def table(place, name):
     """Print an experiment as a Markdown table, with what it was run on and the exact command."""
     e = EXPERIMENTS[name]
@@ -304,11 +324,13 @@ def table(place, name):
           f"{head['corpus']}, bigram {head['bigram_bpb']:.3f})\n")
     print("| arm | mean | spread | n | minus the first, 95 % interval |\n|---|---|---|---|---|")
     print("\n".join(lines_of_table(found, e.arms)))
-    if name == "efficiency" and all(found.values()):
+    if name.startswith("efficiency") and all(found.values()):
         b, lost = compute_lost(found, e.arms)
         mean, half = interval(lost)
-        print(f"\nlog loss falls by {-b:.4f} for each log of compute; NVFP4 loses {mean:.2%} +- "
+        print(f"\nlog loss falls by {-b:.4f} for each log of compute; 4 bits lose {mean:.2%} +- "
               f"{half:.2%} of the compute (n {len(lost)} pairs)")
+    if e.metric == "reward":
+        print("\n" + "\n".join(rl_lines(logs)))
     print(f"\n`{head['command']}`")
 
 
@@ -322,18 +344,21 @@ def main(argv=None):
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
     p.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     p.add_argument("--data", default="", help="as in train.py")
+    p.add_argument("--runs", type=Path, default=HERE / "runs",
+                   help="where logs are kept; another folder makes all runs anew")
     p.add_argument("--size", choices=SIZES, help="gpu on a GPU, else cpu")
     p.add_argument("--smoke", action="store_true", help="a minute on a CPU; logs go to out/")
     p.add_argument("--table", action="store_true", help="print the kept results, run nothing")
     args = p.parse_args(argv)
     size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device else "cpu")
-    place = Place(size, args.device, args.data)
+    place = Place(size, args.device, args.data, runs=args.runs)
     if args.smoke:
         place.runs = place.work / "kept"
     if args.name in measure.MEASUREMENTS:
         return measure.main(args.name, place, args.table)
     e, failed = EXPERIMENTS[args.name], 0
     if not args.table:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that the runs end too
         failed = run(place, args.name, args.seeds or (e.seeds[:2] if args.smoke else e.seeds),
                      args.jobs, args.minutes)
     table(place, args.name)

@@ -250,7 +250,7 @@ def test_rounding_after_training_is_not_exporting(place, monkeypatch):
 
 
 def test_the_command_line(place, capsys, monkeypatch):
-    monkeypatch.setattr(experiments, "Place", lambda *a: place)
+    monkeypatch.setattr(experiments, "Place", lambda *a, **kw: place)
     assert experiments.main(["memory", "--smoke"]) is None
     assert experiments.main(["memory", "--smoke", "--table"]) is None
     assert "bits_of_weights 8.25" in capsys.readouterr().out

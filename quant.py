@@ -501,11 +501,21 @@ def zero_padding(x, counts):
     """A copy of x [R, K] with each expert's padding rows set to zero: blocks along T span them."""
     if counts is None:
         return x
-    row = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    if x.is_cuda:               # a captured step cannot ask for the counts; on a CPU this is slower
+        return x.masked_fill(is_padding(counts, x.shape[0])[:, None], 0)
+    x = x.clone()
+    for start, n, end in spans(counts, x.shape[0]):
+        x[start + n:end] = 0
+    return x
+
+
+def is_padding(counts, rows):
+    """Which of the rows [R] are padding, on the device of counts."""
     padded = (counts + 127) // 128 * 128
-    ends = padded.cumsum(0).int()
-    e = torch.searchsorted(ends, row, right=True).clamp(max=counts.numel() - 1)
-    return torch.where((row - (ends - padded)[e] < counts[e])[:, None], x, 0)
+    ends = padded.cumsum(0)
+    row = torch.arange(rows, device=counts.device)
+    e = torch.searchsorted(ends, row, right=True).clamp_(max=counts.numel() - 1)
+    return row >= (ends - padded + counts)[e]
 
 
 def spans(counts, rows):

@@ -28,15 +28,14 @@ class Gpu:
     link: float
 
 
-# NVIDIA's data sheets of GB200 NVL72 and GB300 NVL72 (a rack's figures / 72, without sparsity) and
-# H200. NVLink 5 has 1.8 TB/s both ways, NVLink 4 has 0.9.
+# NVIDIA's data sheets of GB200 NVL72 and GB300 NVL72: a rack's figures / 72, without sparsity;
+# NVLink 5 has 1.8 TB/s in both directions together.
 GB200 = Gpu(2.5e15, 5e15, 10e15, 8e12, 0.9e12)
 GB300 = Gpu(2.5e15, 5e15, 15e15, 8e12, 0.9e12)
-H200 = Gpu(989e12, 1979e12, 0, 4.8e12, 0.45e12)
 
 
 # --------------------------------------------------------------------------- what others published
-def scout(bf16_rate=0.81e15, gain=1.705, attention_rate=1.0e15, rest=0.32):
+def scout(bf16_rate=0.81e15, gain=1.709, attention_rate=1.0e15, rest=0.32):
     """MXFP8 over BF16, Llama 4 Scout on 256 GB200: time ratio - 1, as measured.
 
     Scout: D 5120, F 8192, 48 layers, 40 heads of 128 and 8 of keys and values, 16 experts top-1 and
@@ -63,15 +62,16 @@ def scout_times(bf16_rate, attention_rate):
     return 8 * T * rounded / bf16_rate, T * (plain / bf16_rate + attention / attention_rate)
 
 
-def scout_possible(bf16_rate=0.81e15, attention_rate=1.0e15, rest=0.32, memory=GB200.memory):
-    """The same with GEMMs at twice the rate and rounding at the full memory bandwidth."""
+def scout_possible(bf16_rate=0.81e15, attention_rate=1.0e15, rest=0.32, bf16=GB200.bf16,
+                   fp8=GB200.fp8, memory=GB200.memory):
+    """The same with GEMMs as much faster as the peaks are, and rounding at the full bandwidth."""
     D, F, L, T = 5120, 8192, 48, 8192
     rounded, plain = scout_times(bf16_rate, attention_rate)
     total = (rounded + plain) / (1 - rest)
     # X is read and written three times (twice forward, once along T), dY read once, written twice.
     inputs, outputs = 2 * D + 2 * (D + F), 2 * D + 2 * (2 * F + D)
     rounding = L * T * (3 * 3.03 * inputs + 4.06 * outputs) / memory
-    return total / (total - rounded / 2 + rounding) - 1
+    return total / (total - rounded * (1 - bf16 / fp8) + rounding) - 1
 
 
 def pretraining(fp8=GB300.fp8, fp4=GB300.fp4, link=GB300.link, reached=1.67e15, width=5120,
@@ -110,7 +110,7 @@ def operations_per_byte(fp4=GB300.fp4, link=GB300.link):
     return fp4 / link
 
 
-def scout_share(gain=1.705, rest=0.32):
+def scout_share(gain=1.709, rest=0.32):
     """Measured over possible gain."""
     return scout(gain=gain, rest=rest) / scout_possible(rest=rest)
 

@@ -166,7 +166,9 @@ RATES = dict(experts=680e12, dense=630e12, attention=250e12, copy=4.24e12, swigl
              adamw=3.5e12)
 PASSES = 0.75       # ASSUMED: share of the copy bandwidth of all other passes over activations
 LAUNCHES = 3e-4     # ASSUMED: seconds a layer in small kernels (top-k, sort, counts, norms' gains)
-ROUNDING = dict(row=0.97, column=0.9, random=0.63, fp4=0.74, decode=0.95)      # of copy bandwidth
+# Shares of the copy bandwidth. Where random bits are drawn, they are what takes the time, whatever
+# is read: as long as 4 bytes a number at half of the bandwidth.
+ROUNDING = dict(row=0.97, column=0.9, random=0.5, fp4=0.74, decode=0.95)
 
 
 def active_flops(m):
@@ -201,14 +203,14 @@ def rounding_seconds(m, precision):
     wire = 4 * 3 * k * D / t["row"]                         # results, and both gradients
     back = (4 * k * D + 6 * 2 * k * F) / t["column"]        # dY of w2 along T; of w1 both ways
     eight = (4 * (D + k * F) / t["row"] + 4 * k * (D + F) / t["column"])        # X of w1 and w2
-    four = (2.6 * D + 2 * k * F) / t["fp4"] + (3.1 * k * D + 2.6 * k * F) / t["decode"]
-    four += 2.6 * k * (D + F) / t["random"]                 # X again, from 4 bits
-    weights = parameters(m) * 6 / t["column"]               # a second copy, along the other axis
-    if precision == "nvfp4":
-        weights += parameters(m) * (4 / RATES["copy"] + 4.6 / t["fp4"])
+    four = (2.6 * D + 2 * k * F) / t["fp4"] + (3.7 * k * D + 2.6 * k * F) / t["decode"]
+    four += 4 * k * (D + F) / t["random"]                   # X again, from 4 bits
+    weights = 6 / t["column"]                               # a second copy, along the other axis
+    if precision == "nvfp4":                                # amax, codes, decoded, from codes again
+        weights = 4 / RATES["copy"] + 4.6 / t["fp4"] + 2.6 / t["decode"] + 4 / t["random"]
     share = 0 if precision == "mxfp8" else round(0.85 * m["layers"]) / m["layers"]
     layer = dense + wire + back + share * four + (1 - share) * eight
-    return m["batch"] * m["seq_len"] * m["layers"] * layer + weights
+    return m["batch"] * m["seq_len"] * m["layers"] * layer + parameters(m) * weights
 
 
 def h200_step(m, precision="bf16"):

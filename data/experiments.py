@@ -271,7 +271,8 @@ def slope(points):
 
 def compute_lost(found, arms):
     """Share of the compute that the baseline does without at the loss of the other recipe, pair by
-    pair: at equal compute C the losses differ by d log L, worth d log L / slope of log C."""
+    pair: at equal compute C the losses differ by d log L, worth d log L / slope of log C. The
+    interval of their mean leaves out the error of the slope, which scales all pairs alike."""
     base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
     other = {a.budget: found[n] for n, a in arms.items() if a.precision != "mxfp8"}
     b = slope([(c, v) for c, runs in base.items() for v in runs.values()])

@@ -189,7 +189,7 @@ def first_run(place, arm):
     as it is needed."""
     out = place.work / place.size / "rl-start" / arm.first
     log = place.log("rl", f"start-{arm.first}", 0)
-    if not log.exists():
+    if not (log.exists() and (out / "checkpoints").exists()):
         flags = dict(RL[place.size], stage="pretrain", precision=arm.first)
         call, shown = command(flags, place, out, 0)
         subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
@@ -222,6 +222,7 @@ def run(place, name, seeds, jobs=1, minutes=math.inf):
     finally:
         for process, _ in running.values():         # train.py saves, and --resume goes on
             process.terminate()
+        for process, _ in running.values():
             process.wait()
     return failed
 

@@ -213,7 +213,8 @@ REPEATS = {"bias": "batch", "tile-error": "seed", "rounded": "seed"}
 
 
 def header(name, place):
-    cuda = place.device.startswith("cuda")
+    """Where and with what it was measured; what is about bits alone is computed on a CPU."""
+    cuda = place.device.startswith("cuda") and name in ("memory", "rounded")
     return dict(measurement=name, size=place.size, python=platform.python_version(),
                 torch=torch.__version__, command=f"python data/experiments.py {name}",
                 device_name=torch.cuda.get_device_name() if cuda else platform.machine())

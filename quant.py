@@ -240,7 +240,7 @@ def _mxfp8_scales(amax):
 def _nvfp4_scales(amax, outer, up, largest=6.0):
     """(E4M3 block scale, decoded scale, its inverse). `up` rounds the scale up: then no element is
     above 6 and stochastic rounding is unbiased. A block with NaN or Inf gets the scale NaN."""
-    one_over = torch.tensor(1 / largest, dtype=torch.float32, device=amax.device)
+    one_over = torch.full((), 1 / largest, dtype=torch.float32, device=amax.device)
     s = torch.where(amax < torch.inf, (amax * one_over / outer).clamp_(max=MXFP8.largest),
                     torch.nan)
     s = round_elements(s, MXFP8, u=0.0 if up else None)         # u = 0: any fraction rounds up
@@ -250,8 +250,9 @@ def _nvfp4_scales(amax, outer, up, largest=6.0):
 
 
 def _finite_amax(xb, amax, axis, dims):
-    """amax over `dims` that skips non-finite elements; the slow way only if there are any."""
-    if not amax.amax().item() < torch.inf:
+    """amax over `dims` that skips non-finite elements; on a CPU the slow way only if there are any
+    (a captured step on a GPU cannot ask)."""
+    if amax.is_cuda or not amax.amax().item() < torch.inf:
         amax = xb.abs().nan_to_num(nan=0.0, posinf=0.0).amax(axis, keepdim=True)
     return amax.amax(dims, keepdim=True)
 
@@ -379,7 +380,7 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
     u = _uniform_for(x, rounding, seed, rows, cols)
     elements, scales, scale, outer = _round_blocks(x, f, u, outer, axis)
     bad = torch.isnan(scale)
-    if bool(bad.any()):
+    if bad.is_cuda or bool(bad.any()):
         elements = torch.where(bad, 0.0, elements)
     elements = elements.flatten(axis - 1, axis).copysign_(x)         # zeros keep their sign
     codes = (elements.to(torch.float8_e4m3fn) if f.block == MXFP8.block
@@ -500,10 +501,21 @@ def zero_padding(x, counts):
     """A copy of x [R, K] with each expert's padding rows set to zero: blocks along T span them."""
     if counts is None:
         return x
+    if x.is_cuda:               # a captured step cannot ask for the counts; on a CPU this is slower
+        return x.masked_fill(is_padding(counts, x.shape[0])[:, None], 0)
     x = x.clone()
     for start, n, end in spans(counts, x.shape[0]):
         x[start + n:end] = 0
     return x
+
+
+def is_padding(counts, rows):
+    """Which of the rows [R] are padding, on the device of counts."""
+    padded = (counts + 127) // 128 * 128
+    ends = padded.cumsum(0)
+    row = torch.arange(rows, device=counts.device)
+    e = torch.searchsorted(ends, row, right=True).clamp_(max=counts.numel() - 1)
+    return row >= (ends - padded + counts)[e]
 
 
 def spans(counts, rows):
@@ -689,8 +701,9 @@ def hadamard16(x, seed):
     h = torch.ones(1, 1, device=x.device)
     for _ in range(4):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    sign = uniform(seed, torch.zeros(1, dtype=torch.int32), torch.arange(16, dtype=torch.int32))
-    h = (h / 4 * (sign.to(x.device) < 0.5).float().mul(2).sub(1)).to(x.dtype)
+    cols = torch.arange(16, dtype=torch.int32, device=x.device)
+    sign = uniform(seed, torch.zeros_like(cols[:1]), cols)
+    h = (h / 4 * (sign < 0.5).float().mul(2).sub(1)).to(x.dtype)
     return (h @ x.unflatten(0, (-1, 16))).flatten(0, 1)
 
 

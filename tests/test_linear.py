@@ -258,6 +258,13 @@ def test_two_seeds_differ_and_one_seed_repeats():
 
 
 # ---------------------------------------------------------------------------- padding and row order
+@pytest.mark.parametrize("counts", [CORNERS, (128, 1), (0, 0, 5), (0,), (127, 129, 0)])
+def test_a_gpu_finds_the_padding_that_a_cpu_does(counts):
+    rows, counts = starts_of(counts)[-1] + 64, torch.tensor(counts, dtype=torch.int32)
+    x = quant.zero_padding(torch.ones(rows, 1), counts)
+    assert torch.equal(quant.is_padding(counts, rows), x[:, 0] == 0)
+
+
 # One outer scale for the whole buffer reads all of it, as nvfp4-tensor is there to show.
 @pytest.mark.parametrize("recipe, poison", [
     (recipe, poison) for recipe in RECIPES for poison in (torch.nan, torch.inf, 1e30)

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import quant
 from quant import FORMATS, MXFP8, NVFP4, Quantized, cast, quantize, random_bits, round_elements
@@ -886,3 +888,36 @@ def test_the_lesson_fits_a_screen_and_shows_the_golden_block():
     assert {w[0]: w[2] for w in words if w and w[0] in FORMATS and "%" in w[-1]} == {
         name: "8.25" if name == "mxfp8" else "4.5" for name in FORMATS}
     assert {w[0] for w in words if w} >= quant.RECIPES.keys()
+
+
+# ------------------------------------------------------------------------------- captured on a GPU
+@pytest.fixture
+def pretended(monkeypatch):
+    """Tensors on a GPU that need none: any wait for their numbers raises, as a capture would."""
+    with FakeTensorMode():
+        def empty(*shape, dtype=torch.float32):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+        tables = SimpleNamespace(e4m3=empty(256), e8m0=empty(256), e8m0_inverse=empty(256),
+                                 e2m1_pairs=empty(256, dtype=torch.complex64))
+        monkeypatch.setattr(quant, "_TABLES", {empty(1).device: tables})
+        yield empty
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4_tensor", "nvfp4_tile", "nvfp4_46"])
+def test_formats_without_a_kernel_never_wait_for_the_gpu(fmt, pretended):
+    w = pretended(2, 64, 64)
+    q = quantize(w, fmt, outer=quant.weight_outer(w, fmt))
+    assert q.dequantize(torch.bfloat16).shape == w.shape
+    if FORMATS[fmt].tile == 1:
+        x = pretended(256, 64, dtype=torch.bfloat16)
+        index = pretended(300, dtype=torch.int64)
+        assert quantize(x, fmt).select(index).dequantize().shape == (300, 64)
+        assert quant.operand(x, fmt, dtype=x.dtype).dtype == x.dtype
+    with pytest.raises(DataDependentOutputException):
+        w.amax().item()
+
+
+def test_the_rotation_never_waits_for_the_gpu(pretended):
+    x, counts = pretended(256, 64, dtype=torch.bfloat16), pretended(2, dtype=torch.int32)
+    seed = quant.fold(pretended(dtype=torch.int32), 1)
+    assert quant.hadamard16(quant.zero_padding(x, counts), seed).shape == x.shape

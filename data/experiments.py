@@ -1,0 +1,371 @@
+"""The experiments behind the claims: what is compared, the runs, and the tables drawn from them.
+
+    python data/experiments.py NAME [--device cuda] [--jobs 4] [--seeds 0 1 2] [--data PATH]
+    python data/experiments.py NAME --table
+
+An experiment is a few arms that differ in one thing, each run with the same seeds: a seed fixes the
+initial weights and the order of the data, so differences are taken pair by pair. A finished run is
+kept as a log below data/runs and never repeated, also where another experiment asks for it; an
+interrupted one goes on from its checkpoint. `--smoke` is all of it at a size for a CPU's minute.
+Direct measurements, which train nothing, are in data/measure.py and start the same way.
+"""
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+# -------------------------------------------------------------------------------- what is compared
+# Flags of train.py. "gpu": 4.0M active parameters of 12.0M, and 20 bytes of text for each of them;
+# "gpu7m": 7.2M of 21.4M, the same.
+GPU = dict(layers=6, experts=16, top_k=4, seq_len=256, batch=128, warmup=200, eval_rows=512,
+           log_every=100)
+SIZES = {
+    "gpu": dict(GPU, dim=192, heads=6, kv_heads=2, expert_dim=192, steps=2520, lr=2.5e-3,
+                eval_every=630, save_every=1260),
+    "gpu7m": dict(GPU, dim=256, heads=4, kv_heads=2, expert_dim=256, steps=4500, lr=2e-3,
+                  eval_every=1125, save_every=2250),
+    "cpu": dict(preset="tiny", steps=300, eval_every=100, save_every=100),
+    "smoke": dict(dim=32, layers=2, heads=2, kv_heads=1, experts=4, top_k=2, expert_dim=32,
+                  seq_len=32, batch=4, steps=8, warmup=2, eval_rows=4, eval_every=8, save_every=4,
+                  log_every=4),
+}
+TEXT = dict(stage="pretrain", text_share=1.0, mix_lr=0.05)      # text alone; lr falls to a 20th
+RL = {      # the default task's own model, as in the README; the shapes come with the checkpoint
+    "gpu": dict(preset="tiny", rl_steps=200),
+    "gpu7m": dict(preset="tiny", rl_steps=200),
+    "cpu": dict(preset="tiny", rl_steps=100),
+    "smoke": dict(SIZES["smoke"], rl_steps=4, prompts=2, group=4, rl_text_rows=2, eval_problems=8,
+                  rl_eval_every=4, gate_every=4, gate=0.0),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison: a recipe, a multiple of the size's steps, and other flags."""
+    precision: str
+    budget: float = 1.0
+    flags: dict = field(default_factory=dict)
+    first: str = ""         # precision of the run from whose checkpoint this one starts (RL)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """arms: name -> Arm; the others are compared with the first. metric: see result()."""
+    claim: str
+    arms: dict
+    seeds: tuple = (0, 1, 2)
+    metric: str = "bpb"
+
+
+def recipes(*names, **flags):
+    return {n: Arm(n, flags=flags) for n in names}
+
+
+def budgets(*pairs):
+    return {f"{p}-x{b:g}": Arm(p, b) for p, b in pairs}
+
+
+EXPERIMENTS = {
+    "convergence": Experiment("MXFP8 converges as BF16", recipes("bf16", "mxfp8")),
+    "efficiency": Experiment("an NVFP4 forward in the experts costs about 2 % of the compute",
+                             budgets(("mxfp8", 1), ("nvfp4", 1), ("mxfp8", 0.25), ("mxfp8", 0.5),
+                                     ("mxfp8", 2), ("nvfp4", 0.5))),
+    "efficiency-46": Experiment("a choice of 6 or 4 for each block's largest number costs less",
+                                budgets(("mxfp8", 1), ("nvfp4-46", 1), ("mxfp8", 0.25),
+                                        ("mxfp8", 0.5), ("mxfp8", 2))),
+    "more-fp4": Experiment("4 bits in the backward pass, or in every layer, hurt more",
+                           recipes("mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all")),
+    # With top-2, one shared expert and 5 of 6 layers in 4 bits, both arms have the same operations
+    # there: 5 * 2 * 3DF in routed experts, 6 * (2DD + 3DF) in q, o and shared experts; D = F.
+    "layers": Experiment("experts bear 4 bits better than other layers",
+                         recipes("mxfp8", "nvfp4", "nvfp4-dense", top_k=2)),
+    "backward": Experiment("a second copy rounded to nearest drifts, a stochastic one does not",
+                           recipes("nvfp4", "nvfp4-nearest", "nvfp4-original",
+                                   "nvfp4-independent")),
+    "tiles": Experiment("16x16 tiles of weights are too coarse", recipes("nvfp4", "nvfp4-tile")),
+    "four-six": Experiment("a largest number of 6 or 4, block by block, helps",
+                           recipes("nvfp4", "nvfp4-46")),
+    "combine": Experiment("expert results at 8.25 bits cost nothing",
+                          recipes("nvfp4-bf16-combine", "nvfp4")),
+    "calibration": Experiment("a 4-bit copy needs no calibration", recipes("bf16", "nvfp4")),
+    "rl": Experiment("NVFP4 earns the reward of MXFP8 in RL",
+                     {p: Arm(p, first="mxfp8") for p in ("mxfp8", "nvfp4", "nvfp4-tensor")},
+                     seeds=(0, 1, 2, 3, 4), metric="reward"),
+}
+
+
+# ----------------------------------------------------------------------------------------- the runs
+def flags_of(arm, size):
+    """The flags of train.py that make this arm, but for its seed and where it runs."""
+    if arm.first:
+        return dict(RL[size], stage="rl", precision=arm.precision, **arm.flags)
+    flags = dict(SIZES[size], **TEXT, precision=arm.precision) | arm.flags
+    return flags | dict(steps=max(2, round(arm.budget * flags["steps"])))
+
+
+@dataclass
+class Place:
+    """Where runs are made, and where their logs are kept."""
+    size: str
+    device: str = "cpu"
+    data: str = ""
+    work: Path = ROOT / "out" / "experiments"
+    runs: Path = HERE / "runs"
+
+    def log(self, name, arm, seed):
+        """The kept log of a run; a size other than the GPU's has its own folder."""
+        folder = name if self.size == "gpu" else f"{name}-{self.size}"
+        return self.runs / folder / f"{arm}-seed{seed}.jsonl"
+
+    def find(self, name, arm, seed):
+        """(experiment, arm) under which this run, or an equal one, is kept; None if it is not."""
+        wanted = EXPERIMENTS[name].arms[arm]
+        for other, e in {name: EXPERIMENTS[name], **EXPERIMENTS}.items():
+            for n, a in e.arms.items():
+                if a == wanted and self.log(other, n, seed).exists():
+                    return other, n
+        return None
+
+    def out(self, name, arm, seed):
+        return self.work / self.size / name / f"{arm}-seed{seed}"
+
+
+def command(flags, place, out, seed):
+    """(the call of train.py that begins this run or goes on with it, what a reader would type)."""
+    if place.data:
+        flags = flags | dict(data=place.data)
+    flags = flags | dict(seed=seed, device=place.device, out=str(out))
+    words = [w for k, v in flags.items() for w in ("--" + k.replace("_", "-"), str(v))]
+    if any((out / "checkpoints").glob("*-[0-9]*")):
+        words = ["--resume", "--out", str(out), "--stage", flags["stage"], "--device", place.device]
+    shown = "python train.py " + " ".join(f"--{k.replace('_', '-')} {named(v)}"
+                                          for k, v in flags.items() if k != "out")
+    return [sys.executable, str(ROOT / "train.py"), *words], shown
+
+
+def named(value):
+    """A value without the folders of the machine that it was used on."""
+    return Path(value).name if isinstance(value, str) and os.sep in value else value
+
+
+def keep_log(log, out, shown):
+    """Copy a finished run's log to where it is kept, without paths of this machine."""
+    head, *rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    head["config"] = {k: named(v) for k, v in head["config"].items() if k != "out"}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    temporary = log.with_suffix(".tmp")
+    lines = (json.dumps(row) + "\n" for row in (dict(head, command=shown), *rows))
+    temporary.write_text("".join(lines))
+    os.replace(temporary, log)
+
+
+def start(place, name, arm, seed):
+    """Start one run: (process, what to do when it has succeeded)."""
+    arm_, out = EXPERIMENTS[name].arms[arm], place.out(name, arm, seed)
+    flags = flags_of(arm_, place.size)
+    if arm_.first:
+        flags |= dict(init_from=str(first_run(place, arm_)))
+    call, shown = command(flags, place, out, seed)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "output.txt", "a") as output:
+        process = subprocess.Popen(call, stdout=output, stderr=subprocess.STDOUT,
+                                   env=dict(os.environ, OMP_NUM_THREADS="1"))
+    return process, lambda: keep_log(place.log(name, arm, seed), out, shown)
+
+
+def first_run(place, arm):
+    """The folder of the pretraining run from which all arms of an RL experiment start; made once,
+    as it is needed."""
+    out = place.work / place.size / "rl-start" / arm.first
+    log = place.log("rl", f"start-{arm.first}", 0)
+    if not (log.exists() and (out / "checkpoints").exists()):
+        flags = dict(RL[place.size], stage="pretrain", precision=arm.first)
+        call, shown = command(flags, place, out, 0)
+        subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
+        keep_log(log, out, shown)
+    return out
+
+
+def run(place, name, seeds, jobs=1, minutes=math.inf):
+    """Make the runs of an experiment that are missing, `jobs` at a time, beginning none after
+    `minutes`; return the number that failed."""
+    waiting = [(arm, seed) for seed in seeds for arm in EXPERIMENTS[name].arms]
+    running, failed, begun = {}, 0, time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                key = waiting.pop(0)
+                if place.find(name, *key) or time.monotonic() - begun > 60 * minutes:
+                    continue
+                running[key] = start(place, name, *key)
+                print(f"{name}: {key[0]} seed {key[1]} started", flush=True)
+            time.sleep(0.1)
+            for key in [k for k, (p, _) in running.items() if p.poll() is not None]:
+                process, finish = running.pop(key)
+                failed += process.returncode != 0
+                if process.returncode == 0:
+                    finish()
+                print(f"{name}: {key[0]} seed {key[1]} " +
+                      ("done" if process.returncode == 0 else
+                       f"failed: see {place.out(name, *key)}/output.txt"), flush=True)
+    finally:
+        for process, _ in running.values():         # train.py saves, and --resume goes on
+            process.terminate()
+        for process, _ in running.values():
+            process.wait()
+    return failed
+
+
+# --------------------------------------------------------------------------------------- the tables
+# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+       2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+       2.052, 2.048, 2.045, 2.042)
+
+
+def interval(values):
+    """(mean, half the width of its 95 % interval): Student's t; infinite for one value."""
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return mean, math.inf
+    t = T95[n - 2] if n <= 31 else 1.96 + 2.4 / (n - 1)
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
+
+
+def result(path, metric):
+    """The figure by which a run is judged: bits per byte of its last evaluation, or the mean reward
+    over the last quarter of its RL steps."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    if metric == "reward":
+        steps = [r["reward"] for r in rows if "reward" in r]
+        return statistics.fmean(steps[-max(1, len(steps) // 4):])
+    return [r["bpb"] for r in rows if "bpb" in r][-1]
+
+
+def kept(place, name, arm):
+    """seed -> log of the kept runs of an arm."""
+    keys = {seed: place.find(name, arm, seed) for seed in range(100)}
+    return {seed: place.log(*key, seed) for seed, key in keys.items() if key}
+
+
+def paired(a, b):
+    """b - a for the seeds that both have."""
+    return [b[s] - a[s] for s in sorted(a.keys() & b.keys())]
+
+
+def slope(points):
+    """Least squares of log(figure) on log(compute): d log figure / d log compute."""
+    x, y = ([math.log(v) for v in side] for side in zip(*points))
+    return statistics.linear_regression(x, y).slope
+
+
+def compute_lost(found, arms):
+    """Share of the compute that the baseline does without at the loss of the other recipe, pair by
+    pair: at equal compute C the losses differ by d log L, worth d log L / slope of log C. The
+    interval of their mean leaves out the error of the slope, which scales all pairs alike."""
+    base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
+    other = {a.budget: found[n] for n, a in arms.items() if a.precision != "mxfp8"}
+    b = slope([(c, v) for c, runs in base.items() for v in runs.values()])
+    lost = [1 - math.exp((math.log(other[c][s]) - math.log(base[c][s])) / b)
+            for c in other for s in sorted(other[c].keys() & base[c].keys())]
+    return b, lost
+
+
+def lines_of_table(found, arms):
+    """One line for each arm: mean, spread, n, and the paired difference from the first arm."""
+    first = next(iter(arms))
+    for arm in arms:
+        values = list(found[arm].values())
+        if not values:
+            yield f"| {arm} | not measured | | 0 | |"
+            continue
+        spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        d = paired(found[first], found[arm]) if arm != first else []
+        mean, half = interval(d) if d else (0, 0)
+        yield (f"| {arm} | {statistics.fmean(values):.4f} | {spread} | {len(values)} | "
+               + (f"{mean:+.4f} +- {half:.4f} (n {len(d)})" if d else "") + " |")
+
+
+def rl_lines(logs):
+    """One line for each arm: held-out pass rate at the end, and how far rollout and trainer are
+    apart (k3 estimates the KL divergence, per byte)."""
+    for arm, paths in logs.items():
+        runs = [[json.loads(line) for line in p.read_text().splitlines()] for p in paths.values()]
+        if runs:
+            rate = statistics.fmean([r["pass_rate"] for r in rows if "pass_rate" in r][-1]
+                                    for rows in runs)
+            k3 = [r["k3"] for rows in runs for r in rows if "k3" in r]
+            yield (f"{arm}: pass rate {rate:.3f} at the end, k3 {statistics.fmean(k3):.2g} on "
+                   f"average and {max(k3):.2g} at most")
+
+
+def table(place, name):
+    """Print an experiment as a Markdown table, with what it was run on and the exact command."""
+    e = EXPERIMENTS[name]
+    logs = {arm: kept(place, name, arm) for arm in e.arms}
+    if not any(logs.values()):
+        return print(f"{name}: {e.claim}: not measured")
+    found = {arm: {s: result(p, e.metric) for s, p in logs[arm].items()} for arm in e.arms}
+    some = next(iter(next(filter(None, logs.values())).values()))
+    head = json.loads(some.read_text().splitlines()[0])
+    unit = dict(bpb="bits per byte of validation text",
+                reward="mean reward, last quarter of the steps")[e.metric]
+    print(f"**{e.claim}** ({unit}; {head['device_name']}, torch {head['torch']}, Python "
+          f"{head['python']}; {head['parameters']:,} parameters, {head['active']:,} active; text "
+          f"{head['corpus']}, bigram {head['bigram_bpb']:.3f})\n")
+    print("| arm | mean | spread | n | minus the first, 95 % interval |\n|---|---|---|---|---|")
+    print("\n".join(lines_of_table(found, e.arms)))
+    if name.startswith("efficiency") and all(found.values()):
+        b, lost = compute_lost(found, e.arms)
+        mean, half = interval(lost)
+        print(f"\nlog loss falls by {-b:.4f} for each log of compute; 4 bits lose {mean:.2%} +- "
+              f"{half:.2%} of the compute (n {len(lost)} pairs)")
+    if e.metric == "reward":
+        print("\n" + "\n".join(rl_lines(logs)))
+    print(f"\n`{head['command']}`")
+
+
+# ------------------------------------------------------------------------------------- command line
+def main(argv=None):
+    from data import measure
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    p.add_argument("name", choices=[*EXPERIMENTS, *measure.MEASUREMENTS])
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    p.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
+    p.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
+    p.add_argument("--data", default="", help="as in train.py")
+    p.add_argument("--runs", type=Path, default=HERE / "runs",
+                   help="where logs are kept; another folder makes all runs anew")
+    p.add_argument("--size", choices=SIZES, help="gpu on a GPU, else cpu")
+    p.add_argument("--smoke", action="store_true", help="a minute on a CPU; logs go to out/")
+    p.add_argument("--table", action="store_true", help="print the kept results, run nothing")
+    args = p.parse_args(argv)
+    size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device else "cpu")
+    place = Place(size, args.device, args.data, runs=args.runs)
+    if args.smoke:
+        place.runs = place.work / "kept"
+    if args.name in measure.MEASUREMENTS:
+        return measure.main(args.name, place, args.table)
+    e, failed = EXPERIMENTS[args.name], 0
+    if not args.table:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that the runs end too
+        failed = run(place, args.name, args.seeds or (e.seeds[:2] if args.smoke else e.seeds),
+                     args.jobs, args.minutes)
+    table(place, args.name)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

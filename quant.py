@@ -774,6 +774,9 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
 
 
 # --------------------------------------------------------------------------------------- the lesson
+EXAMPLE = torch.tensor([-54, 27, 20.25, 13, 9, 4.5, 2, 1, 0, -1, -3, -7, -12, -18, -30, 40])
+
+
 def lesson_formats():
     """The 4-bit numbers; each format's bits a number, outer scale aside, and error on N(0, 1)."""
     print("E2M1 code" + "".join(f"{code:>6}" for code in range(8)) + "   8 to 15: the negatives")
@@ -791,7 +794,7 @@ def lesson_formats():
 
 def lesson_block():
     """One block of 16 rounded to nearest, step by step; then its third number, stochastically."""
-    x = torch.tensor([-54, 27, 20.25, 13, 9, 4.5, 2, 1, 0, -1, -3, -7, -12, -18, -30, 40])
+    x = EXAMPLE
     q, largest = quantize(x, "nvfp4"), x.abs().max().item()
     s, outer = q.scales.item(), q.outer.item()
     scale, decoded = s * outer, q.dequantize()

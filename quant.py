@@ -812,6 +812,18 @@ def lesson_block():
           f"{' '.join(f'{v:g}' for v in draws)} ..., mean of 10,000: {mean:.3f}")
 
 
+def lesson_second_copy():
+    """The same block in the backward pass: its decoded numbers, rounded again to MXFP8 along the
+    other axis, stochastically. Here each of them stands in a column of 32 like it."""
+    decoded = quantize(EXAMPLE, "nvfp4").dequantize()
+    draws = torch.stack([cast(decoded.repeat(32, 1), "mxfp8", axis=-2, rounding="stochastic",
+                              seed=i)[0] for i in range(1000)])
+    print("\nBackward: the decoded numbers in MXFP8 along the other axis, stochastically")
+    for i in (0, 1, 2, 3):
+        print(f"{EXAMPLE[i]:>9g} forward {decoded[i]:>5g}, backward "
+              f"{' '.join(f'{v:g}' for v in draws[:12, i])} ..., mean {draws[:, i].mean():.2f}")
+
+
 def lesson_recipes():
     """What the GEMMs of each recipe read."""
     row = "{:<20}{:<21}{:<18}{:<25}{:<7}{}".format
@@ -827,4 +839,5 @@ def lesson_recipes():
 if __name__ == "__main__":
     lesson_formats()
     lesson_block()
+    lesson_second_copy()
     lesson_recipes()

@@ -573,14 +573,14 @@ def watch_gemms(model, idx):
 
 def lesson_layer(model, idx):
     """Shapes through one layer, and the format in which a GEMM reads each weight."""
-    cfg, recipes = model.cfg, [quant.RECIPES[r] for r in ("bf16", "mxfp8", "nvfp4")]
+    cfg = model.cfg
     print(f"\nOne layer, {idx.shape[0]} rows of {idx.shape[1]} bytes: {idx.numel()} tokens, each a "
           f"row of X for every weight but\nw1 and w2: there a row is a copy of a token on its way "
           f"to one of its {cfg.top_k} experts, or padding")
     row = "{:<8}{:<16}{:<13}{:<13}{:<7}{:<7}{:<9}{}".format
     print(row("weight", "shape", "X", "Y", "bf16", "mxfp8", "nvfp4", "nvfp4, last layer"))
-    gemms = [Layer(cfg, 0, r).linears() for r in recipes]
-    gemms.append(Layer(cfg, cfg.layers - 1, recipes[-1]).linears())
+    gemms = [GPT(cfg, recipe).blocks[0].linears() for recipe in ("bf16", "mxfp8", "nvfp4")]
+    gemms.append(GPT(cfg, "nvfp4").blocks[-1].linears())
     for name, shapes in watch_gemms(model, idx).items():
         if name:
             w = getattr(model.blocks[0], name)

@@ -592,7 +592,7 @@ def lesson_layer(model, idx):
 def lesson_router(model, idx):
     """How the first layer's tokens spread over its experts, before and after balancing."""
     cfg, block = model.cfg, model.blocks[0]
-    print(f"\nTokens of each expert, {cfg.top_k} experts a token, and the bias that the choice adds")
+    print(f"\nTokens of each expert ({cfg.top_k} experts a token), the bias that the choice adds")
     for steps in (0, 40):
         for _ in range(steps):
             model(idx)

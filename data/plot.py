@@ -287,7 +287,7 @@ def panel(named, metric, left, width, height):
         raise Refused(f"none of the runs has {metric.field} in stage {metric.stage} at a step that "
                       "its seeds share")
     axes = Axes(left, 40, width, height, *limits([d[2:] for d in drawn], metric))
-    parts = axes.frame(metric.title, {"pretrain": "pretraining step", "rl": "RL step"}[metric.stage])
+    parts = axes.frame(metric.title, "RL step" if metric.stage == "rl" else "pretraining step")
     parts += [axes.band(band, 1 + i % COLOURS) for _, i, _, band in drawn if band]
     for _, i, mean, _ in drawn:
         parts.append(axes.curve(mean, 1 + i % COLOURS, "5 3" if i >= COLOURS else "",

@@ -96,7 +96,8 @@ def test_every_program_that_is_named_exists_and_takes_the_flags_that_follow():
     launchers = {"--nproc_per_node", "--standalone"}                # torchrun's
     for text in TEXTS.values():
         for line in text.splitlines():
-            for program, rest in re.findall(r"(?:python|torchrun[^`#]*?) ([\w/]+\.py)([^`#]*)", line):
+            named = re.findall(r"(?:python|torchrun[^`#]*?) ([\w/]+\.py)([^`#]*)", line)
+            for program, rest in named:
                 assert (ROOT / program).is_file(), line
                 flags = set(re.findall(r"--[a-z][\w-]*", rest))
                 assert flags <= flags_of(program) | launchers, line

@@ -186,10 +186,20 @@ class Run:
     rows: list
     published: bool
 
+    @property
+    def precision(self):
+        return str(self.config.get("precision", ""))
+
+    @property
+    def kind(self):
+        """Equal for runs that can be compared."""
+        return str(self.parameters), str(self.config.get("task"))
+
     def points(self, metric):
         """[(step, value)] that the log holds."""
         found = {r["step"]: r[metric.field] for r in self.rows
-                 if r.get("stage") == metric.stage and metric.field in r and "step" in r}
+                 if r.get("stage") == metric.stage and metric.field in r
+                 and isinstance(r.get("step"), int)}
         return {x: y for x, y in found.items()
                 if isinstance(y, (int, float)) and math.isfinite(y)}
 
@@ -227,11 +237,10 @@ def read_run(where):
 
 def with_published(runs):
     """`runs` and the published ones of the same size and task."""
-    like = {(r.parameters, r.config.get("task")) for r in runs}
+    kinds = {r.kind for r in runs}
     given = {r.name for r in runs if r.published}
     others = [read_run(file) for file in sorted(PUBLISHED.glob("*.jsonl"))]
-    return runs + [r for r in others
-                   if (r.parameters, r.config.get("task")) in like and r.name not in given]
+    return runs + [r for r in others if r.kind in kinds and r.name not in given]
 
 
 def groups(runs):
@@ -239,10 +248,10 @@ def groups(runs):
     found = {}
     for run in sorted(runs, key=lambda r: (not r.published, r.name if r.published else "")):
         found.setdefault(run.likeness(), []).append(run)
-    precisions = [g[0].config.get("precision", "") for g in found.values() if g[0].published]
+    precisions = [g[0].precision for g in found.values() if g[0].published]
 
     def label(group):
-        first, precision = group[0], group[0].config.get("precision", "")
+        first, precision = group[0], group[0].precision
         if first.published and precisions.count(precision) == 1:
             return precision
         name = first.name if len(first.name) < 25 else first.name[:11] + "…" + first.name[-12:]

@@ -84,6 +84,8 @@ def test_a_last_row_that_is_being_written_is_left_out(tmp_path):
 @pytest.mark.parametrize("text, words", [
     (None, "neither a log.jsonl nor a run's folder"), ("", "is no log"), ("[]\n", "is no log"),
     ('{"config": {}}\nrubbish\n', "line 2 is no JSON"), ('{"config": {}}\n', "none of the runs"),
+    ('{"config": {}, "parameters": []}\n{"stage": "pretrain", "step": "x", "text_loss": 1}\n',
+     "none of the runs"),
 ])
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, text, words):
     log = tmp_path / "run.jsonl"

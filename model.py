@@ -537,3 +537,83 @@ def sample(logits, temperature, top_k, seed, ids, column):
     u = quant.uniform(seed, ids, column) * total[:, -1:]                         # [B, 1]
     token = (total <= u).sum(-1).clamp_(max=logits.shape[-1] - 1)
     return token, logp.gather(1, token[:, None])[:, 0]
+
+
+# --------------------------------------------------------------------------------------- the lesson
+def lesson_parameters(model):
+    """Where the parameters are, how many a token uses, and what it costs."""
+    parts = {"embedding, head": ("embed", "head"), "attention": ("wq", "wk", "wv", "wo"),
+             "routed experts": ("w1", "w2"), "shared expert": ("v1", "v2"), "router": ("router",)}
+    total, active = model.parameters_active()
+    print(f"The model of `python train.py`: {total:,} parameters, of which a token uses {active:,}")
+    for part, names in parts.items():
+        n = sum(p.numel() for name, p in model.named_parameters() if name.split(".")[-1] in names)
+        print(f"  {part:<16}{n:>9,}")
+    flops = model.flops_per_token()
+    print(f"A training step costs {flops:,} operations a token, "
+          f"{flops - 6 * (active - model.embed.numel()):,} of them for attention's scores and sums")
+
+
+def watch_gemms(model, idx):
+    """One forward pass: name -> (shapes of X and Y) for the weights of the first layer."""
+    names = {p.data_ptr(): name for name, p in model.blocks[0].named_parameters()}
+    found, grouped_linear = {}, quant.grouped_linear
+
+    def watched(x, w, *args, **kw):
+        y = grouped_linear(x, w, *args, **kw)
+        found[names.get(w.data_ptr())] = x.shape, y.shape
+        return y
+    quant.grouped_linear = watched
+    try:
+        model(idx)
+    finally:
+        quant.grouped_linear = grouped_linear
+    return found
+
+
+def lesson_layer(model, idx):
+    """Shapes through one layer, and the format in which a GEMM reads each weight."""
+    cfg = model.cfg
+    print(f"\nOne layer, {idx.shape[0]} rows of {idx.shape[1]} bytes: {idx.numel()} tokens, each a "
+          f"row of X for every weight but\nw1 and w2: there a row is a copy of a token on its way "
+          f"to one of its {cfg.top_k} experts, or padding")
+    row = "{:<8}{:<16}{:<13}{:<13}{:<7}{:<7}{:<9}{}".format
+    print(row("weight", "shape", "X", "Y", "bf16", "mxfp8", "nvfp4", "nvfp4, last layer"))
+    gemms = [GPT(cfg, recipe).blocks[0].linears() for recipe in ("bf16", "mxfp8", "nvfp4")]
+    gemms.append(GPT(cfg, "nvfp4").blocks[-1].linears())
+    for name, shapes in watch_gemms(model, idx).items():
+        if name:
+            w = getattr(model.blocks[0], name)
+            print(row(name, *(" x ".join(map(str, s)) for s in (w.shape, *shapes)),
+                      *(g[name].w for g in gemms)))
+    print("router, norms, embedding: fp32 throughout; the head as wk")
+
+
+def lesson_router(model, idx):
+    """How the first layer's tokens spread over its experts, before and after balancing."""
+    cfg, block = model.cfg, model.blocks[0]
+    print(f"\nTokens of each expert ({cfg.top_k} experts a token), the bias that the choice adds")
+    for steps in (0, 40):
+        for _ in range(steps):
+            model(idx)
+            model.balance(0.005)
+        model.balance(0.0)                              # forgets the load
+        model(idx)
+        load = block.load.tolist()
+        print(f"after {steps} steps of balance(0.005): "
+              f"largest over mean {max(load) * len(load) / sum(load):.2f}")
+        for e, (n, b) in enumerate(zip(load, block.bias.tolist())):
+            bar = "█" * round(40 * n / idx.numel())
+            print(f"  expert {e} {n:>4} {bar:<40} bias {b:+.3f}")
+
+
+def lesson():
+    model = GPT(ModelConfig(), "nvfp4")
+    idx = torch.tensor(list(__doc__.encode()[:512])).view(4, 128)
+    lesson_parameters(model)
+    lesson_layer(model, idx)
+    lesson_router(model, idx)
+
+
+if __name__ == "__main__":
+    lesson()

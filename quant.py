@@ -787,6 +787,9 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
 
 
 # --------------------------------------------------------------------------------------- the lesson
+EXAMPLE = torch.tensor([-54, 27, 20.25, 13, 9, 4.5, 2, 1, 0, -1, -3, -7, -12, -18, -30, 40])
+
+
 def lesson_formats():
     """The 4-bit numbers; each format's bits a number, outer scale aside, and error on N(0, 1)."""
     print("E2M1 code" + "".join(f"{code:>6}" for code in range(8)) + "   8 to 15: the negatives")
@@ -804,7 +807,7 @@ def lesson_formats():
 
 def lesson_block():
     """One block of 16 rounded to nearest, step by step; then its third number, stochastically."""
-    x = torch.tensor([-54, 27, 20.25, 13, 9, 4.5, 2, 1, 0, -1, -3, -7, -12, -18, -30, 40])
+    x = EXAMPLE
     q, largest = quantize(x, "nvfp4"), x.abs().max().item()
     s, outer = q.scales.item(), q.outer.item()
     scale, decoded = s * outer, q.dequantize()
@@ -822,6 +825,18 @@ def lesson_block():
           f"{' '.join(f'{v:g}' for v in draws)} ..., mean of 10,000: {mean:.3f}")
 
 
+def lesson_second_copy():
+    """The same block in the backward pass: its decoded numbers, rounded again to MXFP8 along the
+    other axis, stochastically. Here each of them stands in a column of 32 like it."""
+    decoded = quantize(EXAMPLE, "nvfp4").dequantize()
+    draws = torch.stack([cast(decoded.repeat(32, 1), "mxfp8", axis=-2, rounding="stochastic",
+                              seed=i)[0] for i in range(1000)])
+    print("\nBackward: the decoded numbers in MXFP8 along the other axis, stochastically")
+    for i in (0, 1, 2, 3):
+        print(f"{EXAMPLE[i]:>9g} forward {decoded[i]:>5g}, backward "
+              f"{' '.join(f'{v:g}' for v in draws[:12, i])} ..., mean {draws[:, i].mean():.2f}")
+
+
 def lesson_recipes():
     """What the GEMMs of each recipe read."""
     row = "{:<20}{:<21}{:<18}{:<25}{:<7}{}".format
@@ -837,4 +852,5 @@ def lesson_recipes():
 if __name__ == "__main__":
     lesson_formats()
     lesson_block()
+    lesson_second_copy()
     lesson_recipes()

@@ -1205,6 +1205,354 @@ def swiglu(h):
     return _SwiGLU.apply(h.contiguous())
 
 
+# ------------------------------------------------------------------------ the rest of a layer
+# Each of these does in one pass over memory what the function of its name in model.py or moe_comm.py
+# says. Programs take whole rows of D numbers; what is summed over rows is summed by each program,
+# then over programs in a fixed order.
+@jit
+def _rows_at(x, row, col, inside, D: tl.constexpr):
+    """fp32 of rows of x [.., D]; 0 where x is None."""
+    if x is None:
+        return tl.zeros(inside.shape, tl.float32)
+    else:
+        return tl.load(x + row[:, None] * D + col[None, :], mask=inside, other=0).to(tl.float32)
+
+
+@jit
+def _add_norm_kernel(x, a, b, weight, out, h, rows, eps, D: tl.constexpr, ROWS: tl.constexpr,
+                     WIDTH: tl.constexpr):
+    """out = x + a + b, h = out / rms(out) * weight."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (col < D)[None, :]
+    v = _rows_at(x, row, col, inside, D)
+    if a is not None:
+        v += _rows_at(a, row, col, inside, D) + _rows_at(b, row, col, inside, D)
+        v = v.to(out.dtype.element_ty).to(tl.float32)
+        tl.store(out + row[:, None] * D + col[None, :], v.to(out.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+    v *= scale[:, None] * tl.load(weight + col, mask=col < D, other=0)[None, :]
+    tl.store(h + row[:, None] * D + col[None, :], v.to(h.dtype.element_ty), mask=inside)
+
+
+@jit
+def _add_norm_backward_kernel(x, weight, dout, dh0, dh1, dh2, dx, dw, rows, eps, D: tl.constexpr,
+                              ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """dx = dout + the norm's gradient for h's gradient dh0 + dh1 + dh2; each program's part of the
+    weight's."""
+    col = tl.arange(0, WIDTH)
+    w = tl.load(weight + col, mask=col < D, other=0)[None, :]
+    part = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (col < D)[None, :]
+        v = _rows_at(x, row, col, inside, D)
+        g = _rows_at(dh0, row, col, inside, D)
+        if dh1 is not None:
+            g += _rows_at(dh1, row, col, inside, D)
+        if dh2 is not None:
+            g += _rows_at(dh2, row, col, inside, D)
+        scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
+        v *= scale
+        part += g * v
+        g *= w
+        g = scale * (g - v * (tl.sum(g * v, 1) / D)[:, None])
+        g += _rows_at(dout, row, col, inside, D)
+        tl.store(dx + row[:, None] * D + col[None, :], g.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dw + tl.program_id(0) * D + col, tl.sum(part, 0), mask=col < D)
+
+
+def _row_tiles(rows, width, device):
+    """(rows of a tile, warps, tiles, programs that share them): a warp holds a row, if it can."""
+    tile, warps = max(1, 1024 // width), max(1, min(width // 1024, 8))
+    return tile, warps, _ceil(rows, tile), _programs(device, _ceil(rows, tile), 1, warps, 16)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, readers, *deltas):
+        D, h = x.shape[-1], torch.empty_like(x)
+        out = torch.empty_like(x) if deltas else x
+        deltas = [d.contiguous() for d in deltas] + [None] * (2 - len(deltas))
+        width = triton.next_power_of_2(D)
+        tile, warps, tiles, _ = _row_tiles(x.numel() // D, width, x.device)
+        _add_norm_kernel[tiles,](x, *deltas, weight, out, h, x.numel() // D, eps, D=D, ROWS=tile,
+                                 WIDTH=width, num_warps=warps)
+        ctx.save_for_backward(out, weight)
+        ctx.eps, ctx.readers = eps, readers
+        ctx.set_materialize_grads(False)
+        return out, *(h.view_as(h) for _ in range(readers))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, *dh):
+        x, weight = ctx.saved_tensors
+        D, width = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+        dh = [g.contiguous() for g in dh if g is not None]
+        dout = dout if dout is None else dout.contiguous()
+        tile, warps, _, programs = _row_tiles(x.numel() // D, width, x.device)
+        dx = torch.empty_like(x)
+        dw = torch.empty(programs, D, device=x.device)
+        _add_norm_backward_kernel[programs,](
+            x, weight, dout, *dh, *[None] * (3 - len(dh)), dx, dw, x.numel() // D, ctx.eps,
+            D=D, ROWS=tile, WIDTH=width, num_warps=warps)
+        return dx, dw.sum(0), None, None, *[dx] * (len(ctx.needs_input_grad) - 4)
+
+
+def add_norm(x, deltas, weight, eps, readers=1):
+    """model.add_norm, for up to two deltas and three readers."""
+    return _AddNorm.apply(x.contiguous(), weight, eps, readers, *deltas)
+
+
+@jit
+def _norm_rope_kernel(x, weight, cos, sin, dy, out, dw, rows, T, heads, eps, C: tl.constexpr,
+                      ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows x of C numbers, `heads` for each of T positions, normalised and turned in pairs (i, i +
+    C/2); given dy, the gradient of that and each program's part of the weight's."""
+    H: tl.constexpr = C // 2
+    j = tl.arange(0, WIDTH)
+    wa = tl.load(weight + j, mask=j < H, other=0)[None, :]
+    wb = tl.load(weight + H + j, mask=j < H, other=0)[None, :]
+    part_a = tl.zeros((ROWS, WIDTH), tl.float32)
+    part_b = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (j < H)[None, :]
+        at = row[:, None] * C + j[None, :]
+        turn = (row // heads % T)[:, None] * C + j[None, :]
+        c = tl.load(cos + turn, mask=inside, other=0)
+        s = tl.load(sin + turn, mask=inside, other=0)
+        a = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        b = tl.load(x + at + H, mask=inside, other=0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / C + eps)[:, None]
+        a *= scale
+        b *= scale
+        if dy is None:
+            a = (a * wa).to(out.dtype.element_ty).to(tl.float32)
+            b = (b * wb).to(out.dtype.element_ty).to(tl.float32)
+            ga, gb = a * c - b * s, b * c + a * s
+        else:
+            da = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
+            db = tl.load(dy + at + H, mask=inside, other=0).to(tl.float32)
+            ga, gb = da * c + db * s, db * c - da * s
+            part_a += ga * a
+            part_b += gb * b
+            ga *= wa
+            gb *= wb
+            mean = ((tl.sum(ga * a, 1) + tl.sum(gb * b, 1)) / C)[:, None]
+            ga, gb = scale * (ga - a * mean), scale * (gb - b * mean)
+        tl.store(out + at, ga.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + H, gb.to(out.dtype.element_ty), mask=inside)
+    if dy is not None:
+        tl.store(dw + tl.program_id(0) * C + j, tl.sum(part_a, 0), mask=j < H)
+        tl.store(dw + tl.program_id(0) * C + H + j, tl.sum(part_b, 0), mask=j < H)
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def run(x, weight, cos, sin, eps, dy=None):
+        C, T = weight.shape[0], cos.shape[0]
+        rows, out, dw = x.numel() // C, torch.empty_like(x), None
+        width = triton.next_power_of_2(C // 2)
+        tile, warps, tiles, programs = _row_tiles(rows, 2 * width, x.device)
+        if dy is None:
+            programs = tiles
+        else:
+            dw = torch.empty(programs, C, device=x.device)
+        _norm_rope_kernel[programs,](x, weight, cos, sin, dy, out, dw, rows, T, x.shape[-1] // C,
+                                     eps, C=C, ROWS=tile, WIDTH=width, num_warps=warps)
+        return out, dw
+
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin, eps):
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.eps = eps
+        return _NormRope.run(x, weight, cos, sin, eps)[0].unflatten(-1, (-1, weight.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx, dw = _NormRope.run(*ctx.saved_tensors, ctx.eps, dy.contiguous())
+        return dx, dw.sum(0), None, None, None
+
+
+def norm_rope(x, weight, cos, sin, eps):
+    """model.norm_rope."""
+    return _NormRope.apply(x.contiguous(), weight, cos, sin, eps)
+
+
+@jit
+def _choose_kernel(logits, bias, experts, gates, dgates, dlogits, N, E, scale, K: tl.constexpr,
+                   ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The K largest of sigmoid(logits) + bias and their gates; given dgates, the gradient."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH)[None, :]
+    here = row < N
+    inside = here[:, None] & (col < E)
+    x = tl.load(logits + row[:, None] * E + col, mask=inside, other=0)
+    score = 1 / (1 + tl.exp(-x))
+    if dgates is None:
+        key = score + tl.load(bias + col, mask=col < E, other=0)
+        key = tl.where(col < E, key, float("-inf"))
+    total = tl.zeros((ROWS,), tl.float32)
+    flow = tl.zeros((ROWS,), tl.float32)
+    for k in tl.static_range(K):
+        if dgates is None:
+            chosen = tl.minimum(tl.argmax(key, 1), E - 1)          # E - 1: where all are NaN
+            key = tl.where(col == chosen[:, None], float("-inf"), key)
+            tl.store(experts + row * K + k, chosen.to(tl.int64), mask=here)
+        else:
+            chosen = tl.load(experts + row * K + k, mask=here, other=0)
+        gate = tl.sum(tl.where(col == chosen[:, None], score, 0.0), 1)
+        total += gate
+        if dgates is None:
+            tl.store(gates + row * K + k, gate, mask=here)
+        else:
+            flow += gate * tl.load(dgates + row * K + k, mask=here, other=0)
+    if dgates is None:
+        for k in tl.static_range(K):
+            at = gates + row * K + k
+            tl.store(at, tl.load(at, mask=here) / total * scale, mask=here)
+    else:                                 # d score = (dgate - sum of gates * dgates) / sum of gates
+        d = tl.zeros((ROWS, WIDTH), tl.float32)
+        for k in tl.static_range(K):
+            chosen = tl.load(experts + row * K + k, mask=here, other=0)
+            dgate = tl.load(dgates + row * K + k, mask=here, other=0)
+            d = tl.where(col == chosen[:, None], ((dgate - flow / total) / total)[:, None], d)
+        d *= score * (1 - score) * scale
+        tl.store(dlogits + row[:, None] * E + col, d, mask=inside)
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def run(logits, bias, experts, gates, dgates, dlogits, scale):
+        N, E = logits.shape
+        width = triton.next_power_of_2(E)
+        tile = max(1, 1024 // width)
+        _choose_kernel[_ceil(N, tile),](logits, bias, experts, gates, dgates, dlogits, N, E, scale,
+                                        K=experts.shape[1], ROWS=tile, WIDTH=width)
+
+    @staticmethod
+    def forward(ctx, logits, bias, top_k, scale):
+        logits = logits.contiguous()
+        gates = logits.new_empty(len(logits), top_k)
+        experts = torch.empty_like(gates, dtype=torch.int64)
+        _Choose.run(logits, bias, experts, gates, None, None, scale)
+        ctx.save_for_backward(logits, experts)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(experts)
+        return experts, gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dgates):
+        (logits, experts), d = ctx.saved_tensors, torch.empty_like(ctx.saved_tensors[0])
+        _Choose.run(logits, None, experts, None, dgates.contiguous(), d, ctx.scale)
+        return d, None, None, None
+
+
+def choose(logits, bias, top_k, scale):
+    """model.choose."""
+    return _Choose.apply(logits, bias, top_k, scale)
+
+
+@jit
+def _wire_round(v, ROUND: tl.constexpr, FP8: tl.constexpr):
+    """(v [A, B] rounded to MXFP8, its codes, its scales [A, B/32])."""
+    A: tl.constexpr = v.shape[0]
+    B: tl.constexpr = v.shape[1]
+    x = tl.reshape(v, (A, B // 32, 32))
+    amax = _block_amax(x, False)
+    byte, scale, inverse = _mxfp8_scales(amax)
+    limit = tl.where(amax >= 0x7F800000, 0.0, 448.0)[:, :, None]
+    y = x * inverse[:, :, None]
+    y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(x))
+    value, code = _e4m3(y, None, False, FP8)
+    return tl.reshape(value * scale[:, :, None], (A, B)), tl.reshape(code, (A, B)), byte
+
+
+@jit
+def _copies_kernel(rows, slot, gates, out, codes, scales, T, D: tl.constexpr, K: tl.constexpr,
+                   ROUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):
+    """out[t] = sum of gates[t, k] * rows[slot[t, k]], rows rounded first where ROUND; their codes
+    are kept where asked for."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    here = t < T
+    inside = here[:, None] & (d < D)[None, :]
+    total = tl.zeros((BT, BD), tl.float32)
+    for k in tl.static_range(K):
+        r = tl.load(slot + t * K + k, mask=here, other=0)
+        v = _rows_at(rows, r, d, inside, D)
+        if ROUND:
+            v, code, byte = _wire_round(v, ROUND, FP8)
+            if codes is not None:
+                tl.store(codes + r[:, None] * D + d[None, :], code.to(tl.uint8), mask=inside)
+                b = tl.program_id(1) * (BD // 32) + tl.arange(0, BD // 32)
+                tl.store(scales + r[:, None] * (D // 32) + b[None, :], byte.to(tl.uint8),
+                         mask=here[:, None] & (b < D // 32)[None, :])
+        if gates is not None:
+            v *= tl.load(gates + t * K + k, mask=here, other=0)[:, None]
+        total += v
+    tl.store(out + t[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, D: tl.constexpr,
+                            K: tl.constexpr, ROUND: tl.constexpr, BT: tl.constexpr,
+                            BD: tl.constexpr, FP8: tl.constexpr):
+    """dgates[t, k] = <rows[slot[t, k]], dout[t]>, and drows[slot[t, k]] = gates[t, k] * dout[t],
+    rounded where ROUND; rows are codes where they have scales."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    here = t < T
+    for k in tl.static_range(K):
+        r = tl.load(slot + t * K + k, mask=here, other=0)
+        gate = tl.load(gates + t * K + k, mask=here, other=0)[:, None]
+        product = tl.zeros((BT, BD), tl.float32)
+        for d0 in tl.static_range(0, D, BD):
+            d = d0 + tl.arange(0, BD)
+            inside = here[:, None] & (d < D)[None, :]
+            g = _rows_at(dout, t, d, inside, D)
+            if scales is None:
+                v = _rows_at(rows, r, d, inside, D)
+            else:
+                code = tl.load(rows + r[:, None] * D + d[None, :], mask=inside, other=0)
+                b = d0 // 32 + tl.arange(0, BD // 32)
+                byte = tl.load(scales + r[:, None] * (D // 32) + b[None, :],
+                               mask=here[:, None] & (b < D // 32)[None, :], other=0)
+                v = tl.reshape(_decode_e4m3(code, FP8), (BT, BD // 32, 32))
+                v = tl.reshape(v * _decode_e8m0(byte)[:, :, None], (BT, BD))
+            product += v * g
+            g = (g * gate).to(drows.dtype.element_ty).to(tl.float32)
+            if ROUND:
+                g, _, _ = _wire_round(g, ROUND, FP8)
+            tl.store(drows + r[:, None] * D + d[None, :], g.to(drows.dtype.element_ty), mask=inside)
+        tl.store(dgates + t * K + k, tl.sum(product, 1), mask=here)
+
+
+def sum_of_copies(rows, slot, gates, fmt, keep=False):
+    """moe_comm.sum_of_copies. Rows rounded to MXFP8 are kept as codes."""
+    (R, D), (T, k), codes, scales = rows.shape, gates.shape, None, None
+    out = rows.new_empty(T, D)
+    if keep and fmt == "mxfp8":
+        codes = torch.empty(R, D, dtype=torch.uint8, device=rows.device)
+        scales = torch.empty(R, D // 32, dtype=torch.uint8, device=rows.device)
+    _copies_kernel[_ceil(T, 4), _ceil(D, 256)](
+        rows.contiguous(), slot, gates, out, codes, scales, T, D=D, K=k, ROUND=fmt == "mxfp8",
+        BT=4, BD=256, FP8=_has_fp8(rows.device))
+    return (out, (rows if codes is None else codes, scales)) if keep else out
+
+
+def copies_backward(dout, kept, slot, gates, fmt):
+    """moe_comm.copies_backward. The gradient of a row without a copy stays undefined."""
+    (rows, scales), (T, D) = kept, dout.shape
+    dgates, drows = torch.empty_like(gates), torch.empty_like(rows, dtype=dout.dtype)
+    _copies_backward_kernel[_ceil(T, 4),](
+        rows, scales, slot, gates, dout.contiguous(), dgates, drows, T, D=D, K=gates.shape[1],
+        ROUND=fmt == "mxfp8", BT=4, BD=256, FP8=_has_fp8(dout.device))
+    return dgates, drows
+
+
 # ------------------------------------------------------------------------------ what quant.py calls
 def ops(device):
     """The functions of quant.REFERENCE for the backend that runs on `device`."""

@@ -585,17 +585,17 @@ REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_
                             operand_pair=operand_pair, gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 
-def fused(f):
-    """f compiled to few kernels where its first tensor is on a GPU; on a CPU, f as written."""
+def has_kernel(f):
+    """f as written; where a GPU computes, the function of its name in kernels.py, which is the same
+    in few passes over memory."""
     @functools.wraps(f)
-    def call(first, *rest):
-        return (_compiled(f) if first.is_cuda else f)(first, *rest)
+    def call(first, *rest, **kw):
+        if not first.is_cuda:
+            return f(first, *rest, **kw)
+        import kernels
+        ours = kernels.backend(first.device) != "reference"
+        return (getattr(kernels, f.__name__) if ours else f)(first, *rest, **kw)
     return call
-
-
-@functools.cache
-def _compiled(f):
-    return torch.compile(f)
 
 
 class Captured:

@@ -1553,6 +1553,41 @@ def copies_backward(dout, kept, slot, gates, fmt):
     return dgates, drows
 
 
+# -------------------------------------------------------------------------------------- the optimizer
+@jit
+def _adamw_kernel(p, g, m, v, steps, lr, factor, size, decay, beta1, beta2, log_beta1, log_beta2,
+                  eps, BLOCK: tl.constexpr):
+    """A step of AdamW for the gradient factor * g, with the step's number and rate read here."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    step, rate = tl.load(steps), tl.load(lr)
+    grad = tl.load(g + i, mask=inside) * tl.load(factor)
+    first = tl.load(m + i, mask=inside)
+    second = tl.load(v + i, mask=inside)
+    old = tl.load(p + i, mask=inside)
+    first += (1 - beta1) * (grad - first)
+    second = beta2 * second + (1 - beta2) * grad * grad
+    size1, size2 = 1 - tl.exp2(step * log_beta1), 1 - tl.exp2(step * log_beta2)
+    move = first / (tl.sqrt(second) / tl.sqrt(size2) + eps)
+    tl.store(p + i, old * (1 - rate * decay) - rate / size1 * move, mask=inside)
+    tl.store(m + i, first, mask=inside)
+    tl.store(v + i, second, mask=inside)
+
+
+def clipped_step(norm, opt, clip):
+    """train.clipped_step, in one pass over memory."""
+    factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
+    torch._foreach_add_([opt.state[p]["step"] for p in opt.mine], 1)
+    for group in opt.param_groups:
+        (beta1, beta2), rate = group["betas"], (group["lr"], factor)
+        betas = beta1, beta2, math.log2(beta1), math.log2(beta2)
+        for p in group["params"]:
+            s, size = opt.state[p], p.numel()
+            _adamw_kernel[_ceil(size, 1024),](
+                p, p.grad.contiguous(), s["exp_avg"], s["exp_avg_sq"], s["step"], *rate, size,
+                group["weight_decay"], *betas, group["eps"], BLOCK=1024)
+
+
 # ------------------------------------------------------------------------------ what quant.py calls
 def ops(device):
     """The functions of quant.REFERENCE for the backend that runs on `device`."""

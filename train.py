@@ -238,7 +238,6 @@ def adamw(model, weight_decay):
     for p in mine:                      # from the start: every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
-    opt.register_step_post_hook(lambda *_: model.weights_changed())
     opt.mine, opt.owner = mine, owner
     return opt
 
@@ -253,6 +252,13 @@ def to_owners(collective, tensors, owner):
     for wait in [collective(t, owner[p][0], group=owner[p][1], async_op=True)
                  for p, t in tensors.items()]:
         wait.wait()
+
+
+@quant.has_kernel
+def clipped_step(norm, opt, clip):
+    """A step of AdamW for gradients of this norm, scaled so that it is `clip` at most."""
+    torch.nn.utils.clip_grads_with_norm_(opt.mine, clip, norm)
+    opt.step()
 
 
 def update(run, losses):
@@ -271,8 +277,8 @@ def update(run, losses):
     norm = torch.nn.utils.get_total_norm([p.grad for p in opt.mine]).to(run.device)
     if mesh.world > 1:
         norm = mesh.sum(norm.square()).sqrt()       # each gradient counts once, where its owner is
-    torch.nn.utils.clip_grads_with_norm_(opt.mine, run.cfg.clip, norm)
-    opt.step()
+    clipped_step(norm, opt, run.cfg.clip)
+    run.model.weights_changed()
     run.model.zero_grad(set_to_none=True)
     if mesh.world > 1:
         to_owners(dist.broadcast, {p: p.data for p in opt.owner}, opt.owner)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 import kernels
 import model
 import moe_comm
+import train
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -127,6 +128,29 @@ def test_copies_are_summed_and_their_gradient_sent_back(wire, D, k):
     q = moe_comm.quant.quantize(y.cpu(), wire)
     assert torch.equal(codes[real], q.codes.view(torch.uint8)[real])
     assert torch.equal(scales[real], q.scales[real])
+
+
+@runs_kernels
+@pytest.mark.parametrize("clip", [0.3, 1e9])
+def test_clipped_step(clip):
+    torch.manual_seed(0)
+    weights, results = [torch.randn(33, 70), torch.randn(5)], []
+    for step, device in ((kernels.clipped_step, DEVICE), (train.clipped_step.__wrapped__, "cpu")):
+        torch.manual_seed(1)
+        params = [torch.nn.Parameter(w.clone().to(device)) for w in weights]
+        groups = [dict(params=params[:1], weight_decay=0.1), dict(params=params[1:], weight_decay=0)]
+        opt = torch.optim.AdamW(groups, lr=torch.tensor(0.01, device=device), betas=(0.9, 0.95))
+        opt.mine = params
+        for p in params:
+            opt.state[p] = dict(step=torch.zeros((), device=device),
+                                exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape).to(device)
+            step(torch.nn.utils.get_total_norm([p.grad for p in params]), opt, clip)
+        results.append([t.detach().cpu() for p in params for t in (p, *opt.state[p].values())])
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")

@@ -617,8 +617,9 @@ def _source(x, swiglu):
 
 
 
-def _outputs(want, fmt, shape, axis, device, dtype):
-    """Empty tensors for one direction of x [.., R, K]: what is not in `want` stays None."""
+def _outputs(want, fmt, shape, axis, device, dtype, into):
+    """Empty tensors, or the storage of an operand `into`, for one direction of x [.., R, K]: what
+    is not in `want` stays None."""
     block = 32 if fmt == "bf16" else FORMATS[fmt].block
     pack = 2 if block == 16 else 1
     *lead, R, K = shape
@@ -631,10 +632,12 @@ def _outputs(want, fmt, shape, axis, device, dtype):
         return empty(*lead, R, j) if axis == -1 else empty(*lead, j, K)
     out = SimpleNamespace(codes=None, scales=None, blocked=None, values=None)
     if "values" in want:
-        out.values = empty(*shape, dtype=dtype)
+        out.values = empty(*shape, dtype=dtype) if into is None else into
     if "packed" in want:
         out.codes, out.scales = plain(J // pack), plain(J // block)
-    if "native" in want:
+    if "native" in want and into is not None:
+        out.codes, out.blocked = into.codes.view(torch.uint8), into.scales.view(torch.uint8)
+    elif "native" in want:
         out.codes = empty(*lead, I, J // pack) if out.codes is None else out.codes
         out.blocked = empty(math.prod(lead), _ceil(I, 128), _ceil(J // block, 4), 2, 256)
         if I % 128 or J // block % 4:
@@ -657,7 +660,7 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
 
 
 def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=torch.bfloat16,
-         rounding="nearest", seed=0, outer=None, rows=None, cols=None):
+         rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None)):
     """Launch the kernel: (outputs along rows, outputs along columns, outer scales)."""
     source, data, scales, x_outer, stride, shape = _source(x, swiglu)
     if index is not None:
@@ -670,8 +673,8 @@ def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=tor
         outer = torch.empty(shape[:-1], dtype=torch.float32, device=device)
     else:
         outer = given
-    row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype)
-                for a in (-1, -2))
+    row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype,
+                         where) for a, where in zip((-1, -2), into))
     random, (base, stream) = rounding == "stochastic", quant.fold(seed)
     if random and not (torch.is_tensor(base) and base.device == device):
         base = torch.full((), int(base), dtype=torch.int32, device=device)     # no host sync
@@ -705,7 +708,7 @@ def _packed(fmt, out, outer, axis=-1):
 def _native(fmt, out, outer):
     block = FORMATS[fmt].block
     codes = out.codes.view(-1, *out.codes.shape[-2:])
-    outer = None if outer is None else outer.reshape(codes.shape[:2])
+    outer = None if outer is None else outer.reshape(codes.shape[:2]).contiguous()
     return Operand(fmt, codes.view(CODES[block]), out.blocked.view(SCALES[block]), outer)
 
 
@@ -727,14 +730,14 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
     return _packed(fmt, row if axis == -1 else col, outer, axis)
 
 
-def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
+def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
     """The exact values in `fmt` of x, a tensor or a packed one, as a tensor: what an emulated GEMM
     reads, and what the numbers on a wire decode to.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
     sorted by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
-    swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded.
+    swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded. into: where to write.
     """
     dtype = dtype or torch.bfloat16
     if fmt not in ("bf16", "mxfp8", "nvfp4") and torch.is_tensor(x):
@@ -742,30 +745,32 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
     if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
         kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
-    row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, **kw)
+    row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, into=(into, into), **kw)
     return row.values if axis == -1 else col.values
 
 
-def operand(x, fmt, *, native=False, axis=-1, rounded=False, **kw):
+def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
     """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Options
-    as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding."""
+    as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding.
+    into: an earlier operand that may be written over."""
     plain = torch.is_tensor(x) and not kw.get("swiglu") and kw.get("index") is None
     if plain and (fmt == "bf16" or rounded and not native):
         return x
     if not native or fmt == "bf16":
-        return cast(x, fmt, axis=axis, **kw)
+        return cast(x, fmt, axis=axis, into=into, **kw)
     kw.pop("dtype", None)
     if axis == -1 and fmt not in ("mxfp8", "nvfp4") and plain:
         x = quant.quantize(x, fmt, **{name: kw[name] for name in kw if name != "counts"})
     if axis == -1 and isinstance(x, Quantized) and kw.get("index") is None:
         scales = x.scales.view(-1, *x.scales.shape[-2:])
         return _native(x.fmt, SimpleNamespace(codes=x.codes, blocked=blocked(scales)), x.outer)
-    row, col, outer = _run(x, fmt, axis, ("native",), **kw)
+    row, col, outer = _run(x, fmt, axis, ("native",), into=(into, into), **kw)
     return _native(fmt, row if axis == -1 else col, outer)
 
 
 def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rounded=False, **kw):
-    """(operand along the rows of x [R, K], operand along T), for MXFP8 in one pass over memory."""
+    """(operand along the rows of x [.., R, K], operand along R), for MXFP8 in one pass over memory.
+    into: two earlier operands that may be written over."""
     if rounded and not native:
         return x, operand(x, fmt, dtype=dtype, counts=counts, axis=-2, **kw)
     if fmt != "mxfp8":
@@ -778,14 +783,14 @@ def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rou
     return row.values, col.values
 
 
-def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, **kw):
+def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, into=None, **kw):
     """(quantize(x, fmt), operand(x, fmt)) in one pass: backward keeps the one, a forward GEMM reads
     the other. Arguments as in cast, axis = -1."""
     if fmt not in ("mxfp8", "nvfp4"):
         q = quant.quantize(x, fmt, **kw)
         return q, operand(q, fmt, native=native, dtype=dtype)
     want = ("packed", "native" if native else "values")
-    row, _, outer = _run(x, fmt, -1, want, dtype=dtype, **kw)
+    row, _, outer = _run(x, fmt, -1, want, dtype=dtype or torch.bfloat16, into=(into, None), **kw)
     return _packed(fmt, row, outer), _native(fmt, row, outer) if native else row.values
 
 

@@ -538,10 +538,10 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
     return cast(x, fmt, **kw)
 
 
-def quantize_operand(x, fmt, **kw):
+def quantize_operand(x, fmt, *, dtype=None, **kw):
     """(quantize(x, fmt), operand(x, fmt)): forward reads the one, backward keeps the other."""
     q = quantize(x, fmt, **kw)
-    return q, q.dequantize(x.dtype)
+    return q, q.dequantize(dtype or x.dtype)
 
 
 def operand_pair(x, fmt, *, counts=None, rounded=False, **kw):
@@ -641,10 +641,11 @@ class Weight:
     packed: Quantized | None = None
 
     def rewrite(self, new):
-        """Take over the numbers of `new`, but keep the storage."""
+        """Take over the numbers of `new` that are not in this storage already, and keep it."""
         for mine, given in zip(_storage(self.forward, self.backward),
                                _storage(new.forward, new.backward)):
-            mine.copy_(given)
+            if mine.data_ptr() != given.data_ptr():
+                mine.copy_(given)
         self.packed = new.packed
         return self
 
@@ -672,14 +673,22 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=
             return Weight(w, w)
         outer = b.weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
         again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
+        first = second = both = {}                      # a GPU's kernels write in place
+        if into is not None and b is not REFERENCE:
+            first, second = dict(into=into.forward), dict(into=into.backward)
+            both = dict(into=(into.forward, into.backward))
         if gemms.source == "copy":
-            packed = packed or b.quantize(w, gemms.w, outer=outer)
-            forward = b.operand(packed, gemms.w, dtype=dtype)
-            backward = b.operand(packed, gemms.back, dtype=dtype, **again)
+            if packed is None:
+                packed, forward = b.quantize_operand(w, gemms.w, outer=outer, dtype=dtype, **first)
+            else:
+                forward = b.operand(packed, gemms.w, dtype=dtype, **first)
+            backward = b.operand(packed, gemms.back, dtype=dtype, **again, **second)
+        elif gemms.w == gemms.back == "mxfp8" and gemms.rounding == "nearest":
+            forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
         else:
-            forward = b.operand(packed or w, gemms.w, outer=outer)
-            backward = b.operand(w, gemms.back,
-                                 outer=outer if is_fp4(gemms.back) else None, **again)
+            forward = b.operand(packed or w, gemms.w, outer=outer, **first)
+            backward = b.operand(w, gemms.back, outer=outer if is_fp4(gemms.back) else None,
+                                 **again, **second)
         new = Weight(forward, backward, packed)
         return new if into is None else into.rewrite(new)
 

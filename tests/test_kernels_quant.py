@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +245,24 @@ def test_packed_and_operand_in_one_pass(fmt):
     q, values = kernels.quantize_operand(x.to(DEVICE), fmt)
     assert_packed(q, quant.quantize(x, fmt))
     assert_values(values, quant.cast(x, fmt))
+
+
+@runs_kernels
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("recipe", [quant.IN_MXFP8, quant.IN_NVFP4])
+def test_operands_of_weights_are_written_in_place(recipe, native, monkeypatch):
+    ours = {name: partial(getattr(kernels, name), native=native)
+            for name in ("operand", "operand_pair", "quantize_operand")}
+    ours = SimpleNamespace(weight_outer=kernels.weight_outer, **ours)
+    monkeypatch.setattr(quant, "backend_for", lambda w: ours)
+    one, two = (torch.randn(2, 64, 96, device=DEVICE) for _ in range(2))
+    weight = quant.prepare(one, recipe, 3)
+    where = [t.data_ptr() for t in quant._storage(weight.forward, weight.backward)]
+    again, fresh = quant.prepare(two, recipe, 4, into=weight), quant.prepare(two, recipe, 4)
+    assert [t.data_ptr() for t in quant._storage(again.forward, again.backward)] == where
+    for got, want in zip(quant._storage(again.forward, again.backward),
+                         quant._storage(fresh.forward, fresh.backward), strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @runs_kernels

@@ -296,10 +296,10 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
     x, scales, outer, stride = source
     if SOURCE == "bf16":
         return _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
-    elif SOURCE == "swiglu":                               # two roundings to bf16, as in the model
+    elif SOURCE == "swiglu":                               # rounded to bf16, as by _swiglu_kernel
         gate = _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
         up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
-        return _bf16(_bf16(tl.math.div_rn(gate, 1 + tl.exp(-gate))) * up)
+        return _bf16(gate * (1 / (1 + tl.exp(-gate))) * up)
     elif SOURCE == "mxfp8":
         v = _decode_e4m3(_gather(x, at, K, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
         k = k0 // 32 + tl.arange(0, BK // 32)
@@ -659,10 +659,11 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
     return outer.expand(shape[:-1] if axis == -1 else (*shape[:-2], shape[-1]))
 
 
-def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=torch.bfloat16,
+def _run(x, fmt, axis, want, *, counts=None, swiglu=False, dtype=torch.bfloat16,
          rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None)):
     """Launch the kernel: (outputs along rows, outputs along columns, outer scales)."""
     source, data, scales, x_outer, stride, shape = _source(x, swiglu)
+    index = x.index if isinstance(x, Quantized) else None
     if index is not None:
         shape = (index.numel(), shape[-1])
     _check(shape, fmt, axis, rounding)
@@ -736,7 +737,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
-    sorted by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
+    sorted by expert; padding becomes zero.
     swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded. into: where to write.
     """
     dtype = dtype or torch.bfloat16
@@ -744,7 +745,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
         return quant.operand(x, fmt, axis=axis, **kw).to(dtype)
     if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
-        kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
+        kw = {name: kw[name] for name in ("counts", "swiglu") if name in kw}
     row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, into=(into, into), **kw)
     return row.values if axis == -1 else col.values
 
@@ -753,7 +754,7 @@ def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
     """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Options
     as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding.
     into: an earlier operand that may be written over."""
-    plain = torch.is_tensor(x) and not kw.get("swiglu") and kw.get("index") is None
+    plain = torch.is_tensor(x) and not kw.get("swiglu")
     if plain and (fmt == "bf16" or rounded and not native):
         return x
     if not native or fmt == "bf16":
@@ -761,7 +762,8 @@ def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
     kw.pop("dtype", None)
     if axis == -1 and fmt not in ("mxfp8", "nvfp4") and plain:
         x = quant.quantize(x, fmt, **{name: kw[name] for name in kw if name != "counts"})
-    if axis == -1 and isinstance(x, Quantized) and kw.get("index") is None:
+    if axis == -1 and isinstance(x, Quantized):
+        x = x.gathered()
         scales = x.scales.view(-1, *x.scales.shape[-2:])
         return _native(x.fmt, SimpleNamespace(codes=x.codes, blocked=blocked(scales)), x.outer)
     row, col, outer = _run(x, fmt, axis, ("native",), into=(into, into), **kw)
@@ -792,12 +794,6 @@ def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, into=None, *
     want = ("packed", "native" if native else "values")
     row, _, outer = _run(x, fmt, -1, want, dtype=dtype or torch.bfloat16, into=(into, None), **kw)
     return _packed(fmt, row, outer), _native(fmt, row, outer) if native else row.values
-
-
-def swiglu_operand(h, fmt, **kw):
-    """operand(silu(gate) * up, fmt) for h = [gate | up] without writing the product. It is rounded
-    to bf16 first, as the model does: the same bits as operand(swiglu_operand(h, "bf16"), fmt)."""
-    return operand(h, fmt, swiglu=True, **kw)
 
 
 def weight_outer(w, fmt):
@@ -1201,13 +1197,17 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        h, = ctx.saved_tensors
-        return _swiglu(h, dy.contiguous(), torch.empty_like(h))
+        return swiglu_backward(*ctx.saved_tensors, dy)
 
 
 def swiglu(h):
     """quant.swiglu of h [R, 2F]."""
     return _SwiGLU.apply(h.contiguous())
+
+
+def swiglu_backward(h, dy):
+    """The gradient of swiglu(h) for that of its result."""
+    return _swiglu(h, dy.contiguous(), torch.empty_like(h))
 
 
 # ------------------------------------------------------------------------ the rest of a layer
@@ -1600,11 +1600,11 @@ def ops(device):
     if name == "reference":
         return quant.REFERENCE
     native = dict(native=name == "native")
-    return SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_outer=weight_outer,
+    return SimpleNamespace(swiglu=swiglu, swiglu_backward=swiglu_backward, quantize=quantize,
+                           cast=cast, weight_outer=weight_outer,
                            operand=partial(operand, **native),
                            operand_pair=partial(operand_pair, **native),
                            quantize_operand=partial(quantize_operand, **native),
-                           swiglu_operand=partial(swiglu_operand, **native),
                            gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 

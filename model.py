@@ -240,7 +240,7 @@ class Layer(nn.Module):
 
     def moe(self, x, to_router, weights, seed, first_token):
         """x [N, D] -> the gated sum of its k experts [N, D]; the router reads the same numbers."""
-        g, wire, act = self.gemms, self.recipe.combine, quant.backend_for(x).swiglu
+        g, wire = self.gemms, self.recipe.combine
         experts, gates = choose(router_logits(to_router, self.router), self.bias, self.cfg.top_k,
                                 self.cfg.route_scale)
         experts, gates = experts[:len(x)], gates[:len(x)]
@@ -252,18 +252,19 @@ class Layer(nn.Module):
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
                                  rounded=("x",) if xq is None and g.wire == "mxfp8" else (),
                                  seed=quant.fold(seed, 1))
-        y = quant.grouped_linear(act(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
-                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
+        y = quant.grouped_linear(h, self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
+                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2),
+                                 swiglu=True)
         return moe_comm.combine(y, gates, plan, wire)
 
     def forward(self, x, deltas, weights, positions, cos, sin, cache, seed, first_token):
         """Add `deltas` to the residual stream x [B, T, D]; return it and what this layer adds."""
         tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
                               device=x.device)
-        gemms, act = self.linears(), quant.backend_for(x).swiglu
+        gemms = self.linears()
 
-        def lin(name, x):
-            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name],
+        def lin(name, x, **kw):
+            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], **kw,
                                 rows=tokens, seed=quant.fold(seed, 32 + list(gemms).index(name)))
         x, *h = add_norm(x, deltas, self.attn_norm, self.cfg.norm_eps, 3)
         shape, deltas = x.shape, [self.attention(h, lin, positions, cos, sin, cache)]
@@ -271,7 +272,7 @@ class Layer(nn.Module):
                          self.cfg.norm_eps, 3)                                   # [N, D]
         deltas = []
         if self.has_dense:
-            deltas.append(lin("v2", act(lin("v1", h[0]))).view(shape))
+            deltas.append(lin("v2", lin("v1", h[0]), swiglu=True).view(shape))
         if self.is_moe:
             deltas.append(self.moe(h[1], h[2], weights, seed, first_token).view(shape))
         return x.view(shape), deltas

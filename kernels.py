@@ -239,9 +239,9 @@ def _decode_e4m3(byte, FP8: tl.constexpr):
 
 @jit
 def _decode_e2m1(code, sign):
-    """fp32 of codes 0 to 7 with the top bit of `sign`: 0 and .5, then an exponent and one bit."""
-    bits = tl.where(code < 2, code * 0x3F000000, (code << 22) + 0x3F000000)
-    return _float(bits | (sign & -0x80000000))
+    """fp32 of codes 0 to 7 with the top bit of `sign`: as the first bits of an fp32 number, the
+    denormal ones included, they mean the same times 2^-126."""
+    return _float((code << 22) | (sign & -0x80000000)) * 8.507059173023462e37
 
 
 @jit
@@ -1211,9 +1211,9 @@ def swiglu_backward(h, dy):
 
 
 # ------------------------------------------------------------------------ the rest of a layer
-# Each of these does in one pass over memory what the function of its name in model.py or moe_comm.py
-# says. Programs take whole rows of D numbers; what is summed over rows is summed by each program,
-# then over programs in a fixed order.
+# Each does in one pass over memory what the function of its name in model.py or moe_comm.py says.
+# Programs take whole rows of D numbers; what is summed over rows is summed by each program, then
+# over programs in a fixed order.
 @jit
 def _rows_at(x, row, col, inside, D: tl.constexpr):
     """fp32 of rows of x [.., D]; 0 where x is None."""
@@ -1558,7 +1558,7 @@ def copies_backward(dout, kept, slot, gates, fmt):
     return dgates, drows
 
 
-# -------------------------------------------------------------------------------------- the optimizer
+# ------------------------------------------------------------------------------------ the optimizer
 @jit
 def _adamw_kernel(p, g, m, v, steps, lr, factor, size, decay, beta1, beta2, log_beta1, log_beta2,
                   eps, BLOCK: tl.constexpr):

@@ -740,7 +740,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         counts, rows, h, *kept = ctx.saved_tensors
         g, b, seed = ctx.g, backend_for(dy), ctx.seed
-        x, gated = (Quantized(g.x, *kept[:3], index=kept[3]), {}) if ctx.packed else (kept[0], ctx.gated)
+        x, gated = kept[0], ctx.gated
+        if ctx.packed:
+            x, gated = Quantized(g.x, *kept[:3], index=kept[3]), {}
         dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded,
                                                    seed, rows)
         dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]

@@ -238,6 +238,7 @@ def adamw(model, weight_decay):
     for p in mine:                      # from the start: every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
+    opt.register_step_post_hook(lambda *_: model.weights_changed())
     opt.mine, opt.owner = mine, owner
     return opt
 
@@ -278,7 +279,7 @@ def update(run, losses):
     if mesh.world > 1:
         norm = mesh.sum(norm.square()).sqrt()       # each gradient counts once, where its owner is
     clipped_step(norm, opt, run.cfg.clip)
-    run.model.weights_changed()
+    run.model.weights_changed()             # a kernel runs no hooks
     run.model.zero_grad(set_to_none=True)
     if mesh.world > 1:
         to_owners(dist.broadcast, {p: p.data for p in opt.owner}, opt.owner)

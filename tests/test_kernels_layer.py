@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ import kernels
 import model
 import moe_comm
 import train
+from data.prepare import Corpus
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -138,7 +140,7 @@ def test_clipped_step(clip):
     for step, device in ((kernels.clipped_step, DEVICE), (train.clipped_step.__wrapped__, "cpu")):
         torch.manual_seed(1)
         params = [torch.nn.Parameter(w.clone().to(device)) for w in weights]
-        groups = [dict(params=params[:1], weight_decay=0.1), dict(params=params[1:], weight_decay=0)]
+        groups = [dict(params=[p], weight_decay=d) for p, d in zip(params, (0.1, 0.0))]
         opt = torch.optim.AdamW(groups, lr=torch.tensor(0.01, device=device), betas=(0.9, 0.95))
         opt.mine = params
         for p in params:
@@ -153,10 +155,31 @@ def test_clipped_step(clip):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def loss_path(device, precision, steps, monkeypatch):
+    """The losses of the preset tiny on a text made here."""
+    text = b"".join(b"%d apples and %d pears are %d\n" % (i % 97, i % 89, i % 97 + i % 89)
+                    for i in range(8000))
+    text = np.frombuffer(text, np.uint8)
+    monkeypatch.setattr(train, "load_corpus", lambda _: Corpus("sums", text[5000:], text[:5000]))
+    run = train.Run(train.Config(precision=precision), torch.device(device))
+    run.opt = train.adamw(run.model, run.cfg.weight_decay)
+    return torch.tensor([float(train.pretrain_step(run, i, False, train.pretrain_lr(
+        run.cfg, i, 300))["loss"]) for i in range(steps)])
+
+
+@pytest.mark.skipif(not CUDA, reason="compares a CUDA GPU with a CPU")
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "nvfp4"])
+def test_a_gpu_learns_what_a_cpu_learns(precision, monkeypatch):
+    ours, right = (loss_path(d, precision, 50, monkeypatch) for d in ("cuda", "cpu"))
+    print(precision, "largest difference", (ours - right).abs().max(), "last", right[-1])
+    assert (ours - right).abs().max() < 0.05       # bf16 activations there, fp32 here
+
+
 @pytest.mark.skipif(kernels.triton is None, reason="Triton is not installed")
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(CUDA, reason="the kernels ran on the GPU")
 def test_interpreter():
     run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__],
-                         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+                         env={**os.environ, "TRITON_INTERPRET": "1"}, text=True,
+                         capture_output=True)
     assert run.returncode == 0, run.stdout[-3000:]

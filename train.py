@@ -238,7 +238,6 @@ def adamw(model, weight_decay):
     for p in mine:                      # from the start: every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
-    opt.register_step_post_hook(lambda *_: model.weights_changed())
     opt.mine, opt.owner = mine, owner
     return opt
 

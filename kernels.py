@@ -239,9 +239,9 @@ def _decode_e4m3(byte, FP8: tl.constexpr):
 
 @jit
 def _decode_e2m1(code, sign):
-    """fp32 of codes 0 to 7 with the top bit of `sign`: 0 and .5, then an exponent and one bit."""
-    bits = tl.where(code < 2, code * 0x3F000000, (code << 22) + 0x3F000000)
-    return _float(bits | (sign & -0x80000000))
+    """fp32 of codes 0 to 7 with the top bit of `sign`: as the first bits of an fp32 number, the
+    denormal ones included, they mean the same times 2^-126."""
+    return _float((code << 22) | (sign & -0x80000000)) * 8.507059173023462e37
 
 
 @jit
@@ -296,10 +296,10 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
     x, scales, outer, stride = source
     if SOURCE == "bf16":
         return _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
-    elif SOURCE == "swiglu":                               # two roundings to bf16, as in the model
+    elif SOURCE == "swiglu":                               # rounded to bf16, as by _swiglu_kernel
         gate = _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
         up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
-        return _bf16(_bf16(tl.math.div_rn(gate, 1 + tl.exp(-gate))) * up)
+        return _bf16(gate * (1 / (1 + tl.exp(-gate))) * up)
     elif SOURCE == "mxfp8":
         v = _decode_e4m3(_gather(x, at, K, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
         k = k0 // 32 + tl.arange(0, BK // 32)
@@ -617,8 +617,9 @@ def _source(x, swiglu):
 
 
 
-def _outputs(want, fmt, shape, axis, device, dtype):
-    """Empty tensors for one direction of x [.., R, K]: what is not in `want` stays None."""
+def _outputs(want, fmt, shape, axis, device, dtype, into):
+    """Empty tensors, or the storage of an operand `into`, for one direction of x [.., R, K]: what
+    is not in `want` stays None."""
     block = 32 if fmt == "bf16" else FORMATS[fmt].block
     pack = 2 if block == 16 else 1
     *lead, R, K = shape
@@ -631,10 +632,12 @@ def _outputs(want, fmt, shape, axis, device, dtype):
         return empty(*lead, R, j) if axis == -1 else empty(*lead, j, K)
     out = SimpleNamespace(codes=None, scales=None, blocked=None, values=None)
     if "values" in want:
-        out.values = empty(*shape, dtype=dtype)
+        out.values = empty(*shape, dtype=dtype) if into is None else into
     if "packed" in want:
         out.codes, out.scales = plain(J // pack), plain(J // block)
-    if "native" in want:
+    if "native" in want and into is not None:
+        out.codes, out.blocked = into.codes.view(torch.uint8), into.scales.view(torch.uint8)
+    elif "native" in want:
         out.codes = empty(*lead, I, J // pack) if out.codes is None else out.codes
         out.blocked = empty(math.prod(lead), _ceil(I, 128), _ceil(J // block, 4), 2, 256)
         if I % 128 or J // block % 4:
@@ -656,10 +659,11 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
     return outer.expand(shape[:-1] if axis == -1 else (*shape[:-2], shape[-1]))
 
 
-def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=torch.bfloat16,
-         rounding="nearest", seed=0, outer=None, rows=None, cols=None):
+def _run(x, fmt, axis, want, *, counts=None, swiglu=False, dtype=torch.bfloat16,
+         rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None)):
     """Launch the kernel: (outputs along rows, outputs along columns, outer scales)."""
     source, data, scales, x_outer, stride, shape = _source(x, swiglu)
+    index = x.index if isinstance(x, Quantized) else None
     if index is not None:
         shape = (index.numel(), shape[-1])
     _check(shape, fmt, axis, rounding)
@@ -670,8 +674,8 @@ def _run(x, fmt, axis, want, *, counts=None, index=None, swiglu=False, dtype=tor
         outer = torch.empty(shape[:-1], dtype=torch.float32, device=device)
     else:
         outer = given
-    row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype)
-                for a in (-1, -2))
+    row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype,
+                         where) for a, where in zip((-1, -2), into))
     random, (base, stream) = rounding == "stochastic", quant.fold(seed)
     if random and not (torch.is_tensor(base) and base.device == device):
         base = torch.full((), int(base), dtype=torch.int32, device=device)     # no host sync
@@ -705,7 +709,7 @@ def _packed(fmt, out, outer, axis=-1):
 def _native(fmt, out, outer):
     block = FORMATS[fmt].block
     codes = out.codes.view(-1, *out.codes.shape[-2:])
-    outer = None if outer is None else outer.reshape(codes.shape[:2])
+    outer = None if outer is None else outer.reshape(codes.shape[:2]).contiguous()
     return Operand(fmt, codes.view(CODES[block]), out.blocked.view(SCALES[block]), outer)
 
 
@@ -727,45 +731,48 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
     return _packed(fmt, row if axis == -1 else col, outer, axis)
 
 
-def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, **kw):
+def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
     """The exact values in `fmt` of x, a tensor or a packed one, as a tensor: what an emulated GEMM
     reads, and what the numbers on a wire decode to.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
-    sorted by expert; padding becomes zero. index: row r of the result is made of row index[r] of x.
-    swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded.
+    sorted by expert; padding becomes zero.
+    swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded. into: where to write.
     """
     dtype = dtype or torch.bfloat16
     if fmt not in ("bf16", "mxfp8", "nvfp4") and torch.is_tensor(x):
         return quant.operand(x, fmt, axis=axis, **kw).to(dtype)
     if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
-        kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
-    row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, **kw)
+        kw = {name: kw[name] for name in ("counts", "swiglu") if name in kw}
+    row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, into=(into, into), **kw)
     return row.values if axis == -1 else col.values
 
 
-def operand(x, fmt, *, native=False, axis=-1, rounded=False, **kw):
+def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
     """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Options
-    as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding."""
-    plain = torch.is_tensor(x) and not kw.get("swiglu") and kw.get("index") is None
+    as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding.
+    into: an earlier operand that may be written over."""
+    plain = torch.is_tensor(x) and not kw.get("swiglu")
     if plain and (fmt == "bf16" or rounded and not native):
         return x
     if not native or fmt == "bf16":
-        return cast(x, fmt, axis=axis, **kw)
+        return cast(x, fmt, axis=axis, into=into, **kw)
     kw.pop("dtype", None)
     if axis == -1 and fmt not in ("mxfp8", "nvfp4") and plain:
         x = quant.quantize(x, fmt, **{name: kw[name] for name in kw if name != "counts"})
-    if axis == -1 and isinstance(x, Quantized) and kw.get("index") is None:
+    if axis == -1 and isinstance(x, Quantized):
+        x = x.gathered()
         scales = x.scales.view(-1, *x.scales.shape[-2:])
         return _native(x.fmt, SimpleNamespace(codes=x.codes, blocked=blocked(scales)), x.outer)
-    row, col, outer = _run(x, fmt, axis, ("native",), **kw)
+    row, col, outer = _run(x, fmt, axis, ("native",), into=(into, into), **kw)
     return _native(fmt, row if axis == -1 else col, outer)
 
 
 def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rounded=False, **kw):
-    """(operand along the rows of x [R, K], operand along T), for MXFP8 in one pass over memory."""
+    """(operand along the rows of x [.., R, K], operand along R), for MXFP8 in one pass over memory.
+    into: two earlier operands that may be written over."""
     if rounded and not native:
         return x, operand(x, fmt, dtype=dtype, counts=counts, axis=-2, **kw)
     if fmt != "mxfp8":
@@ -778,21 +785,15 @@ def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rou
     return row.values, col.values
 
 
-def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, **kw):
+def quantize_operand(x, fmt, *, native=False, dtype=torch.bfloat16, into=None, **kw):
     """(quantize(x, fmt), operand(x, fmt)) in one pass: backward keeps the one, a forward GEMM reads
     the other. Arguments as in cast, axis = -1."""
     if fmt not in ("mxfp8", "nvfp4"):
         q = quant.quantize(x, fmt, **kw)
         return q, operand(q, fmt, native=native, dtype=dtype)
     want = ("packed", "native" if native else "values")
-    row, _, outer = _run(x, fmt, -1, want, dtype=dtype, **kw)
+    row, _, outer = _run(x, fmt, -1, want, dtype=dtype or torch.bfloat16, into=(into, None), **kw)
     return _packed(fmt, row, outer), _native(fmt, row, outer) if native else row.values
-
-
-def swiglu_operand(h, fmt, **kw):
-    """operand(silu(gate) * up, fmt) for h = [gate | up] without writing the product. It is rounded
-    to bf16 first, as the model does: the same bits as operand(swiglu_operand(h, "bf16"), fmt)."""
-    return operand(h, fmt, swiglu=True, **kw)
 
 
 def weight_outer(w, fmt):
@@ -1196,13 +1197,400 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        h, = ctx.saved_tensors
-        return _swiglu(h, dy.contiguous(), torch.empty_like(h))
+        return swiglu_backward(*ctx.saved_tensors, dy)
 
 
 def swiglu(h):
     """quant.swiglu of h [R, 2F]."""
     return _SwiGLU.apply(h.contiguous())
+
+
+def swiglu_backward(h, dy):
+    """The gradient of swiglu(h) for that of its result."""
+    return _swiglu(h, dy.contiguous(), torch.empty_like(h))
+
+
+# ------------------------------------------------------------------------ the rest of a layer
+# Each does in one pass over memory what the function of its name in model.py or moe_comm.py says.
+# Programs take whole rows of D numbers; what is summed over rows is summed by each program, then
+# over programs in a fixed order.
+@jit
+def _rows_at(x, row, col, inside, D: tl.constexpr):
+    """fp32 of rows of x [.., D]; 0 where x is None."""
+    if x is None:
+        return tl.zeros(inside.shape, tl.float32)
+    else:
+        return tl.load(x + row[:, None] * D + col[None, :], mask=inside, other=0).to(tl.float32)
+
+
+@jit
+def _add_norm_kernel(x, a, b, weight, out, h, rows, eps, D: tl.constexpr, ROWS: tl.constexpr,
+                     WIDTH: tl.constexpr):
+    """out = x + a + b, h = out / rms(out) * weight."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (col < D)[None, :]
+    v = _rows_at(x, row, col, inside, D)
+    if a is not None:
+        v += _rows_at(a, row, col, inside, D) + _rows_at(b, row, col, inside, D)
+        v = v.to(out.dtype.element_ty).to(tl.float32)
+        tl.store(out + row[:, None] * D + col[None, :], v.to(out.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+    v *= scale[:, None] * tl.load(weight + col, mask=col < D, other=0)[None, :]
+    tl.store(h + row[:, None] * D + col[None, :], v.to(h.dtype.element_ty), mask=inside)
+
+
+@jit
+def _add_norm_backward_kernel(x, weight, dout, dh0, dh1, dh2, dx, dw, rows, eps, D: tl.constexpr,
+                              ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """dx = dout + the norm's gradient for h's gradient dh0 + dh1 + dh2; each program's part of the
+    weight's."""
+    col = tl.arange(0, WIDTH)
+    w = tl.load(weight + col, mask=col < D, other=0)[None, :]
+    part = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (col < D)[None, :]
+        v = _rows_at(x, row, col, inside, D)
+        g = _rows_at(dh0, row, col, inside, D)
+        if dh1 is not None:
+            g += _rows_at(dh1, row, col, inside, D)
+        if dh2 is not None:
+            g += _rows_at(dh2, row, col, inside, D)
+        scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
+        v *= scale
+        part += g * v
+        g *= w
+        g = scale * (g - v * (tl.sum(g * v, 1) / D)[:, None])
+        g += _rows_at(dout, row, col, inside, D)
+        tl.store(dx + row[:, None] * D + col[None, :], g.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dw + tl.program_id(0) * D + col, tl.sum(part, 0), mask=col < D)
+
+
+def _row_tiles(rows, width, device):
+    """(rows of a tile, warps, tiles, programs that share them): a warp holds a row, if it can."""
+    tile, warps = max(1, 1024 // width), max(1, min(width // 1024, 8))
+    return tile, warps, _ceil(rows, tile), _programs(device, _ceil(rows, tile), 1, warps, 16)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, readers, *deltas):
+        D, h = x.shape[-1], torch.empty_like(x)
+        out = torch.empty_like(x) if deltas else x
+        deltas = [d.contiguous() for d in deltas] + [None] * (2 - len(deltas))
+        width = triton.next_power_of_2(D)
+        tile, warps, tiles, _ = _row_tiles(x.numel() // D, width, x.device)
+        _add_norm_kernel[tiles,](x, *deltas, weight, out, h, x.numel() // D, eps, D=D, ROWS=tile,
+                                 WIDTH=width, num_warps=warps)
+        ctx.save_for_backward(out, weight)
+        ctx.eps, ctx.readers = eps, readers
+        ctx.set_materialize_grads(False)
+        return out, *(h.view_as(h) for _ in range(readers))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, *dh):
+        x, weight = ctx.saved_tensors
+        D, width = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+        dh = [g.contiguous() for g in dh if g is not None]
+        dout = dout if dout is None else dout.contiguous()
+        tile, warps, _, programs = _row_tiles(x.numel() // D, width, x.device)
+        dx = torch.empty_like(x)
+        dw = torch.empty(programs, D, device=x.device)
+        _add_norm_backward_kernel[programs,](
+            x, weight, dout, *dh, *[None] * (3 - len(dh)), dx, dw, x.numel() // D, ctx.eps,
+            D=D, ROWS=tile, WIDTH=width, num_warps=warps)
+        return dx, dw.sum(0), None, None, *[dx] * (len(ctx.needs_input_grad) - 4)
+
+
+def add_norm(x, deltas, weight, eps, readers=1):
+    """model.add_norm, for up to two deltas and three readers."""
+    return _AddNorm.apply(x.contiguous(), weight, eps, readers, *deltas)
+
+
+@jit
+def _norm_rope_kernel(x, weight, cos, sin, dy, out, dw, rows, T, heads, eps, C: tl.constexpr,
+                      ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows x of C numbers, `heads` for each of T positions, normalised and turned in pairs (i, i +
+    C/2); given dy, the gradient of that and each program's part of the weight's."""
+    H: tl.constexpr = C // 2
+    j = tl.arange(0, WIDTH)
+    wa = tl.load(weight + j, mask=j < H, other=0)[None, :]
+    wb = tl.load(weight + H + j, mask=j < H, other=0)[None, :]
+    part_a = tl.zeros((ROWS, WIDTH), tl.float32)
+    part_b = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (j < H)[None, :]
+        at = row[:, None] * C + j[None, :]
+        turn = (row // heads % T)[:, None] * C + j[None, :]
+        c = tl.load(cos + turn, mask=inside, other=0)
+        s = tl.load(sin + turn, mask=inside, other=0)
+        a = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        b = tl.load(x + at + H, mask=inside, other=0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / C + eps)[:, None]
+        a *= scale
+        b *= scale
+        if dy is None:
+            a = (a * wa).to(out.dtype.element_ty).to(tl.float32)
+            b = (b * wb).to(out.dtype.element_ty).to(tl.float32)
+            ga, gb = a * c - b * s, b * c + a * s
+        else:
+            da = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
+            db = tl.load(dy + at + H, mask=inside, other=0).to(tl.float32)
+            ga, gb = da * c + db * s, db * c - da * s
+            part_a += ga * a
+            part_b += gb * b
+            ga *= wa
+            gb *= wb
+            mean = ((tl.sum(ga * a, 1) + tl.sum(gb * b, 1)) / C)[:, None]
+            ga, gb = scale * (ga - a * mean), scale * (gb - b * mean)
+        tl.store(out + at, ga.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + H, gb.to(out.dtype.element_ty), mask=inside)
+    if dy is not None:
+        tl.store(dw + tl.program_id(0) * C + j, tl.sum(part_a, 0), mask=j < H)
+        tl.store(dw + tl.program_id(0) * C + H + j, tl.sum(part_b, 0), mask=j < H)
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def run(x, weight, cos, sin, eps, dy=None):
+        C, T = weight.shape[0], cos.shape[0]
+        rows, out, dw = x.numel() // C, torch.empty_like(x), None
+        width = triton.next_power_of_2(C // 2)
+        tile, warps, tiles, programs = _row_tiles(rows, 2 * width, x.device)
+        if dy is None:
+            programs = tiles
+        else:
+            dw = torch.empty(programs, C, device=x.device)
+        _norm_rope_kernel[programs,](x, weight, cos, sin, dy, out, dw, rows, T, x.shape[-1] // C,
+                                     eps, C=C, ROWS=tile, WIDTH=width, num_warps=warps)
+        return out, dw
+
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin, eps):
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.eps = eps
+        return _NormRope.run(x, weight, cos, sin, eps)[0].unflatten(-1, (-1, weight.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx, dw = _NormRope.run(*ctx.saved_tensors, ctx.eps, dy.contiguous())
+        return dx, dw.sum(0), None, None, None
+
+
+def norm_rope(x, weight, cos, sin, eps):
+    """model.norm_rope."""
+    return _NormRope.apply(x.contiguous(), weight, cos, sin, eps)
+
+
+@jit
+def _choose_kernel(logits, bias, experts, gates, dgates, dlogits, N, E, scale, K: tl.constexpr,
+                   ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The K largest of sigmoid(logits) + bias and their gates; given dgates, the gradient."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, WIDTH)[None, :]
+    here = row < N
+    inside = here[:, None] & (col < E)
+    x = tl.load(logits + row[:, None] * E + col, mask=inside, other=0)
+    score = 1 / (1 + tl.exp(-x))
+    if dgates is None:
+        key = score + tl.load(bias + col, mask=col < E, other=0)
+        key = tl.where(col < E, key, float("-inf"))
+    total = tl.zeros((ROWS,), tl.float32)
+    flow = tl.zeros((ROWS,), tl.float32)
+    for k in tl.static_range(K):
+        if dgates is None:
+            chosen = tl.minimum(tl.argmax(key, 1), E - 1)          # E - 1: where all are NaN
+            key = tl.where(col == chosen[:, None], float("-inf"), key)
+            tl.store(experts + row * K + k, chosen.to(tl.int64), mask=here)
+        else:
+            chosen = tl.load(experts + row * K + k, mask=here, other=0)
+        gate = tl.sum(tl.where(col == chosen[:, None], score, 0.0), 1)
+        total += gate
+        if dgates is None:
+            tl.store(gates + row * K + k, gate, mask=here)
+        else:
+            flow += gate * tl.load(dgates + row * K + k, mask=here, other=0)
+    if dgates is None:
+        for k in tl.static_range(K):
+            at = gates + row * K + k
+            tl.store(at, tl.load(at, mask=here) / total * scale, mask=here)
+    else:                                 # d score = (dgate - sum of gates * dgates) / sum of gates
+        d = tl.zeros((ROWS, WIDTH), tl.float32)
+        for k in tl.static_range(K):
+            chosen = tl.load(experts + row * K + k, mask=here, other=0)
+            dgate = tl.load(dgates + row * K + k, mask=here, other=0)
+            d = tl.where(col == chosen[:, None], ((dgate - flow / total) / total)[:, None], d)
+        d *= score * (1 - score) * scale
+        tl.store(dlogits + row[:, None] * E + col, d, mask=inside)
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def run(logits, bias, experts, gates, dgates, dlogits, scale):
+        N, E = logits.shape
+        width = triton.next_power_of_2(E)
+        tile = max(1, 1024 // width)
+        _choose_kernel[_ceil(N, tile),](logits, bias, experts, gates, dgates, dlogits, N, E, scale,
+                                        K=experts.shape[1], ROWS=tile, WIDTH=width)
+
+    @staticmethod
+    def forward(ctx, logits, bias, top_k, scale):
+        logits = logits.contiguous()
+        gates = logits.new_empty(len(logits), top_k)
+        experts = torch.empty_like(gates, dtype=torch.int64)
+        _Choose.run(logits, bias, experts, gates, None, None, scale)
+        ctx.save_for_backward(logits, experts)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(experts)
+        return experts, gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dgates):
+        (logits, experts), d = ctx.saved_tensors, torch.empty_like(ctx.saved_tensors[0])
+        _Choose.run(logits, None, experts, None, dgates.contiguous(), d, ctx.scale)
+        return d, None, None, None
+
+
+def choose(logits, bias, top_k, scale):
+    """model.choose."""
+    return _Choose.apply(logits, bias, top_k, scale)
+
+
+@jit
+def _wire_round(v, ROUND: tl.constexpr, FP8: tl.constexpr):
+    """(v [A, B] rounded to MXFP8, its codes, its scales [A, B/32])."""
+    A: tl.constexpr = v.shape[0]
+    B: tl.constexpr = v.shape[1]
+    x = tl.reshape(v, (A, B // 32, 32))
+    amax = _block_amax(x, False)
+    byte, scale, inverse = _mxfp8_scales(amax)
+    limit = tl.where(amax >= 0x7F800000, 0.0, 448.0)[:, :, None]
+    y = x * inverse[:, :, None]
+    y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(x))
+    value, code = _e4m3(y, None, False, FP8)
+    return tl.reshape(value * scale[:, :, None], (A, B)), tl.reshape(code, (A, B)), byte
+
+
+@jit
+def _copies_kernel(rows, slot, gates, out, codes, scales, T, D: tl.constexpr, K: tl.constexpr,
+                   ROUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):
+    """out[t] = sum of gates[t, k] * rows[slot[t, k]], rows rounded first where ROUND; their codes
+    are kept where asked for."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    here = t < T
+    inside = here[:, None] & (d < D)[None, :]
+    total = tl.zeros((BT, BD), tl.float32)
+    for k in tl.static_range(K):
+        r = tl.load(slot + t * K + k, mask=here, other=0)
+        v = _rows_at(rows, r, d, inside, D)
+        if ROUND:
+            v, code, byte = _wire_round(v, ROUND, FP8)
+            if codes is not None:
+                tl.store(codes + r[:, None] * D + d[None, :], code.to(tl.uint8), mask=inside)
+                b = tl.program_id(1) * (BD // 32) + tl.arange(0, BD // 32)
+                tl.store(scales + r[:, None] * (D // 32) + b[None, :], byte.to(tl.uint8),
+                         mask=here[:, None] & (b < D // 32)[None, :])
+        if gates is not None:
+            v *= tl.load(gates + t * K + k, mask=here, other=0)[:, None]
+        total += v
+    tl.store(out + t[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, D: tl.constexpr,
+                            K: tl.constexpr, ROUND: tl.constexpr, BT: tl.constexpr,
+                            BD: tl.constexpr, FP8: tl.constexpr):
+    """dgates[t, k] = <rows[slot[t, k]], dout[t]>, and drows[slot[t, k]] = gates[t, k] * dout[t],
+    rounded where ROUND; rows are codes where they have scales."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    here = t < T
+    for k in tl.static_range(K):
+        r = tl.load(slot + t * K + k, mask=here, other=0)
+        gate = tl.load(gates + t * K + k, mask=here, other=0)[:, None]
+        product = tl.zeros((BT, BD), tl.float32)
+        for d0 in tl.static_range(0, D, BD):
+            d = d0 + tl.arange(0, BD)
+            inside = here[:, None] & (d < D)[None, :]
+            g = _rows_at(dout, t, d, inside, D)
+            if scales is None:
+                v = _rows_at(rows, r, d, inside, D)
+            else:
+                code = tl.load(rows + r[:, None] * D + d[None, :], mask=inside, other=0)
+                b = d0 // 32 + tl.arange(0, BD // 32)
+                byte = tl.load(scales + r[:, None] * (D // 32) + b[None, :],
+                               mask=here[:, None] & (b < D // 32)[None, :], other=0)
+                v = tl.reshape(_decode_e4m3(code, FP8), (BT, BD // 32, 32))
+                v = tl.reshape(v * _decode_e8m0(byte)[:, :, None], (BT, BD))
+            product += v * g
+            g = (g * gate).to(drows.dtype.element_ty).to(tl.float32)
+            if ROUND:
+                g, _, _ = _wire_round(g, ROUND, FP8)
+            tl.store(drows + r[:, None] * D + d[None, :], g.to(drows.dtype.element_ty), mask=inside)
+        tl.store(dgates + t * K + k, tl.sum(product, 1), mask=here)
+
+
+def sum_of_copies(rows, slot, gates, fmt, keep=False):
+    """moe_comm.sum_of_copies. Rows rounded to MXFP8 are kept as codes."""
+    (R, D), (T, k), codes, scales = rows.shape, gates.shape, None, None
+    out = rows.new_empty(T, D)
+    if keep and fmt == "mxfp8":
+        codes = torch.empty(R, D, dtype=torch.uint8, device=rows.device)
+        scales = torch.empty(R, D // 32, dtype=torch.uint8, device=rows.device)
+    _copies_kernel[_ceil(T, 4), _ceil(D, 256)](
+        rows.contiguous(), slot, gates, out, codes, scales, T, D=D, K=k, ROUND=fmt == "mxfp8",
+        BT=4, BD=256, FP8=_has_fp8(rows.device))
+    return (out, (rows if codes is None else codes, scales)) if keep else out
+
+
+def copies_backward(dout, kept, slot, gates, fmt):
+    """moe_comm.copies_backward. The gradient of a row without a copy stays undefined."""
+    (rows, scales), (T, D) = kept, dout.shape
+    dgates, drows = torch.empty_like(gates), torch.empty_like(rows, dtype=dout.dtype)
+    _copies_backward_kernel[_ceil(T, 4),](
+        rows, scales, slot, gates, dout.contiguous(), dgates, drows, T, D=D, K=gates.shape[1],
+        ROUND=fmt == "mxfp8", BT=4, BD=256, FP8=_has_fp8(dout.device))
+    return dgates, drows
+
+
+# ------------------------------------------------------------------------------------ the optimizer
+@jit
+def _adamw_kernel(p, g, m, v, steps, lr, factor, size, decay, beta1, beta2, log_beta1, log_beta2,
+                  eps, BLOCK: tl.constexpr):
+    """A step of AdamW for the gradient factor * g, with the step's number and rate read here."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    step, rate = tl.load(steps), tl.load(lr)
+    grad = tl.load(g + i, mask=inside) * tl.load(factor)
+    first = tl.load(m + i, mask=inside)
+    second = tl.load(v + i, mask=inside)
+    old = tl.load(p + i, mask=inside)
+    first += (1 - beta1) * (grad - first)
+    second = beta2 * second + (1 - beta2) * grad * grad
+    size1, size2 = 1 - tl.exp2(step * log_beta1), 1 - tl.exp2(step * log_beta2)
+    move = first / (tl.sqrt(second) / tl.sqrt(size2) + eps)
+    tl.store(p + i, old * (1 - rate * decay) - rate / size1 * move, mask=inside)
+    tl.store(m + i, first, mask=inside)
+    tl.store(v + i, second, mask=inside)
+
+
+def clipped_step(norm, opt, clip):
+    """train.clipped_step, in one pass over memory."""
+    factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
+    torch._foreach_add_([opt.state[p]["step"] for p in opt.mine], 1)
+    for group in opt.param_groups:
+        (beta1, beta2), rate = group["betas"], (group["lr"], factor)
+        betas = beta1, beta2, math.log2(beta1), math.log2(beta2)
+        for p in group["params"]:
+            s, size = opt.state[p], p.numel()
+            _adamw_kernel[_ceil(size, 1024),](
+                p, p.grad.contiguous(), s["exp_avg"], s["exp_avg_sq"], s["step"], *rate, size,
+                group["weight_decay"], *betas, group["eps"], BLOCK=1024)
 
 
 # ------------------------------------------------------------------------------ what quant.py calls
@@ -1212,11 +1600,11 @@ def ops(device):
     if name == "reference":
         return quant.REFERENCE
     native = dict(native=name == "native")
-    return SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_outer=weight_outer,
+    return SimpleNamespace(swiglu=swiglu, swiglu_backward=swiglu_backward, quantize=quantize,
+                           cast=cast, weight_outer=weight_outer,
                            operand=partial(operand, **native),
                            operand_pair=partial(operand_pair, **native),
                            quantize_operand=partial(quantize_operand, **native),
-                           swiglu_operand=partial(swiglu_operand, **native),
                            gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 

@@ -98,21 +98,19 @@ def rms_norm(x, weight, eps):
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-@quant.fused
-def add_norm(x, deltas, weight, eps):
-    """The residual stream x with what layers add to it, and that normalised."""
+@quant.has_kernel
+def add_norm(x, deltas, weight, eps, readers=1):
+    """The residual stream x with what layers add to it, and that normalised, `readers` times: a GPU
+    adds up the gradients of all readers where it differentiates the norm."""
     for delta in deltas:
         x = x + delta
-    return x, rms_norm(x, weight, eps)
+    return x, *[rms_norm(x, weight, eps)] * readers
 
 
-@quant.fused
-def norm_rope(q, k, q_norm, k_norm, cos, sin, eps):
-    """Queries [B, H, T, C] and keys [B, G, T, C] from [B, T, H * C]: normalised, then turned."""
-    def one(x, weight):
-        x = rms_norm(x.unflatten(-1, (-1, weight.shape[0])), weight, eps)        # [B, T, H, C]
-        return rope(x, cos, sin).transpose(1, 2)
-    return one(q, q_norm), one(k, k_norm)
+@quant.has_kernel
+def norm_rope(x, weight, cos, sin, eps):
+    """Queries or keys [B, T, H, C] from x [B, T, H * C]: normalised, then turned."""
+    return rope(rms_norm(x.unflatten(-1, (-1, weight.shape[0])), weight, eps), cos, sin)
 
 
 def rope_table(positions, head_dim, theta):
@@ -164,7 +162,7 @@ def router_logits(x, w):
     return F.pad(x, (0, 0, 0, short)) @ w.T
 
 
-@quant.fused
+@quant.has_kernel
 def choose(logits, bias, top_k, scale):
     """(experts [N, k], gates [N, k] fp32) for router logits [N, E]: sigmoid scores, chosen on
     score + bias, gates from the unbiased scores."""
@@ -218,27 +216,32 @@ class Layer(nn.Module):
         return names
 
     def attention(self, x, lin, positions, cos, sin, cache):
-        """x [B, T, D] -> [B, T, D]. cache: None, or (keys, values [B, G, length, C])."""
-        B, T, _ = x.shape
-        q, k = norm_rope(lin("wq", x), lin("wk", x), self.q_norm, self.k_norm, cos, sin,
-                         self.cfg.norm_eps)
-        v = lin("wv", x).view(B, T, -1, self.cfg.head_dim).transpose(1, 2)       # [B, G, T, C]
+        """x, [B, T, D] for each of q, k and v -> [B, T, D]. cache: None, or (keys, values [B, G,
+        length, C])."""
+        B, T, _ = x[0].shape
+        q, k, v = (lin(name, t) for name, t in zip(("wq", "wk", "wv"), x))
+        q = norm_rope(q, self.q_norm, cos, sin, self.cfg.norm_eps)
+        k = norm_rope(k, self.k_norm, cos, sin, self.cfg.norm_eps)
+        v = v.view(k.shape)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))                         # [B, H, T, C]
         mask = None
         if cache is not None:
             # Always the whole cache and a mask: static shapes, so that a GPU can replay the step.
             (keys, values), at = cache, positions
             k, v = keys.index_copy_(2, at, k), values.index_copy_(2, at, v)
-            mask = torch.arange(keys.shape[2], device=x.device) <= at[:, None]   # [T, length]
-            if not x.is_cuda and T < 4:     # a CPU rounds products of 1 to 3 rows differently;
+            mask = torch.arange(keys.shape[2], device=q.device) <= at[:, None]   # [T, length]
+            if not q.is_cuda and T < 4:     # a CPU rounds products of 1 to 3 rows differently;
                 q, mask = q.repeat(1, 1, 4, 1), mask.repeat(4, 1)   # 4 give training's bits
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None,
                                            enable_gqa=self.cfg.heads != self.cfg.kv_heads)
-        return lin("wo", y[:, :, :T].transpose(1, 2).reshape(B, T, -1))
+        if y.shape[2] > T:      # never on a GPU, where a slice costs backward a copy
+            y = y[:, :, :T]
+        return lin("wo", y.transpose(1, 2).reshape(B, T, -1))
 
-    def moe(self, x, lin, weights, seed, first_token):
-        """x [N, D] -> the gated sum of its k experts [N, D]."""
-        g, wire, act = self.gemms, self.recipe.combine, quant.backend_for(x).swiglu
-        experts, gates = choose(router_logits(x, self.router), self.bias, self.cfg.top_k,
+    def moe(self, x, to_router, weights, seed, first_token):
+        """x [N, D] -> the gated sum of its k experts [N, D]; the router reads the same numbers."""
+        g, wire = self.gemms, self.recipe.combine
+        experts, gates = choose(router_logits(to_router, self.router), self.bias, self.cfg.top_k,
                                 self.cfg.route_scale)
         experts, gates = experts[:len(x)], gates[:len(x)]
         plan = moe_comm.route(experts, self.cfg.experts, self.mesh.experts)
@@ -249,28 +252,30 @@ class Layer(nn.Module):
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
                                  rounded=("x",) if xq is None and g.wire == "mxfp8" else (),
                                  seed=quant.fold(seed, 1))
-        y = quant.grouped_linear(act(h), self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
-                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2))
+        y = quant.grouped_linear(h, self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
+                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2),
+                                 swiglu=True)
         return moe_comm.combine(y, gates, plan, wire)
 
     def forward(self, x, deltas, weights, positions, cos, sin, cache, seed, first_token):
         """Add `deltas` to the residual stream x [B, T, D]; return it and what this layer adds."""
         tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
                               device=x.device)
-        gemms, act = self.linears(), quant.backend_for(x).swiglu
+        gemms = self.linears()
 
-        def lin(name, x):
-            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name],
+        def lin(name, x, **kw):
+            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], **kw,
                                 rows=tokens, seed=quant.fold(seed, 32 + list(gemms).index(name)))
-        x, h = add_norm(x, deltas, self.attn_norm, self.cfg.norm_eps)
-        x, h = add_norm(x, [self.attention(h, lin, positions, cos, sin, cache)], self.ffn_norm,
-                        self.cfg.norm_eps)
-        deltas, h = [], h.flatten(0, 1)                                          # [N, D]
+        x, *h = add_norm(x, deltas, self.attn_norm, self.cfg.norm_eps, 3)
+        shape, deltas = x.shape, [self.attention(h, lin, positions, cos, sin, cache)]
+        x, *h = add_norm(x.flatten(0, 1), [d.flatten(0, 1) for d in deltas], self.ffn_norm,
+                         self.cfg.norm_eps, 3)                                   # [N, D]
+        deltas = []
         if self.has_dense:
-            deltas.append(lin("v2", act(lin("v1", h))).view_as(x))
+            deltas.append(lin("v2", lin("v1", h[0]), swiglu=True).view(shape))
         if self.is_moe:
-            deltas.append(self.moe(h, lin, weights, seed, first_token).view_as(x))
-        return x, deltas
+            deltas.append(self.moe(h[1], h[2], weights, seed, first_token).view(shape))
+        return x.view(shape), deltas
 
 
 class GPT(nn.Module):
@@ -333,7 +338,7 @@ class GPT(nn.Module):
             self.seed.fill_(quant.seed_bits(seed))
         else:
             self.seed = seed
-        self.weights_changed()
+        self._versions = None           # the second copies are drawn anew; kept codes stay right
 
     def weights_changed(self):
         """Make the operands anew before they are read. Fused AdamW and checkpoint loading write

@@ -112,7 +112,6 @@ class Exchange:
     group: object
     tokens: torch.Tensor      # int64 [..] tokens to send, by rank; one that two ranks want is twice
     token_splits: tuple
-    order: torch.Tensor       # int64 [T*k] copies by the rank that has their expert
     copy_splits: tuple
     back: torch.Tensor        # int64 [..] row of each copy that arrived, in the order they came
     place: torch.Tensor       # int64 [R] its inverse: which arrived copy a row is
@@ -183,7 +182,7 @@ def _route_in_group(experts, n_experts, group):
     own = table[me * T:(me + 1) * T].flatten()
     home = (own // here).sort(stable=True).indices                               # [T*k] by rank
     slot = torch.empty_like(home).scatter_(0, home, torch.arange(T * k, device=device))
-    exchange = Exchange(group, goes[me * T:(me + 1) * T].T.nonzero()[:, 1], splits(tokens), home,
+    exchange = Exchange(group, goes[me * T:(me + 1) * T].T.nonzero()[:, 1], splits(tokens),
                         splits(copies), back,
                         zeros.scatter(0, back, torch.arange(len(back), device=device)))
     load = torch.zeros(n_experts, dtype=torch.int64, device=device).scatter_add_(
@@ -250,41 +249,31 @@ def outward(x, plan, fmt):
 
 
 def homeward(y, plan, fmt):
-    """Expert rows y [R, D] where their tokens are: row plan.slot[copy] of the result."""
+    """(expert rows y [R, D] where their tokens are: row plan.slot[copy] of the result, the format
+    to which they are still to be rounded)."""
     e = plan.exchange
-    return rounded(y, fmt) if e is None else send(y, fmt, e.back, e.copy_splits[::-1], e.group)
-
-
-def copies_outward(dout, gates, plan, fmt):
-    """gate * dout[token] of each copy where its expert is, [R, D]."""
-    e = plan.exchange
-    if e is None:
-        return rounded(gated_rows(dout, gates, plan.copy), fmt)
-    x = gated_rows(dout, gates, e.order)                                         # [T*k, D]
-    everything = torch.arange(len(x), device=x.device)
-    return send(x, fmt, everything, e.copy_splits, e.group).index_select(0, e.place)
+    return (y, fmt) if e is None else (send(y, fmt, e.back, e.copy_splits[::-1], e.group), "bf16")
 
 
 # ----------------------------------------------------------------------------- dispatch and combine
-@quant.fused
-def sum_of_copies(rows, slot, gates):
-    """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], summed in fp32; [T, D]."""
-    T, k = gates.shape
-    return (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(rows.dtype)
+@quant.has_kernel
+def sum_of_copies(rows, slot, gates, fmt, keep=False):
+    """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], rows rounded to `fmt` first,
+    summed in fp32; [T, D]. keep: also what copies_backward reads of the rows."""
+    (T, k), rows = gates.shape, rounded(rows, fmt)
+    out = (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(rows.dtype)
+    return (out, (rows,)) if keep else out
 
 
-@quant.fused
-def dot_of_copies(rows, slot, dout, k):
-    """d gates[t, j] = <rows[slot of copy (t, j)], dout[t]> in fp32; [T, k]."""
-    copies = rows.index_select(0, slot).view(dout.shape[0], k, -1)
-    return (copies.float() * dout[:, None].float()).sum(-1)
-
-
-@quant.fused
-def gated_rows(dout, gates, copy):
-    """The gradient of each row: gate of its copy times dout of its token; [R, D]."""
-    token = copy // gates.shape[1]
-    return (gates.flatten()[copy][:, None] * dout.index_select(0, token)).to(dout.dtype)
+@quant.has_kernel
+def copies_backward(dout, kept, slot, gates, fmt):
+    """(d gates[t, j] = <rows[slot of copy (t, j)], dout[t]> in fp32 [T, k], gradients of the rows:
+    each copy's gate times its token's dout, rounded to `fmt`). A row without a copy has none."""
+    (rows,), (T, k) = kept, gates.shape
+    copies = rows.index_select(0, slot).view(T, k, -1)
+    dgates = (copies.float() * dout[:, None].float()).sum(-1)
+    drows = (gates[..., None] * dout[:, None]).flatten(0, 1).to(dout.dtype)
+    return dgates, rounded(torch.zeros_like(rows).index_copy_(0, slot, drows), fmt)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -300,25 +289,30 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx, _):
-        dx, slot = homeward(dx, ctx.plan, ctx.back), ctx.plan.slot
+        (dx, fmt), slot = homeward(dx, ctx.plan, ctx.back), ctx.plan.slot
         ones = torch.ones(ctx.tokens, slot.numel() // ctx.tokens, device=dx.device)
-        return sum_of_copies(dx, slot, ones), None, None, None                   # [T, D]
+        return sum_of_copies(dx, slot, ones, fmt), None, None, None              # [T, D]
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gates, plan, wire):
-        y = homeward(y, plan, wire)
-        ctx.save_for_backward(y, gates)
+        y, fmt = homeward(y, plan, wire)
+        out, kept = sum_of_copies(y, plan.slot, gates, fmt, keep=True)           # [T, D]
+        ctx.save_for_backward(gates, *kept)
         ctx.plan, ctx.wire = plan, wire
-        return sum_of_copies(y, plan.slot, gates)                                # [T, D]
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        y, gates = ctx.saved_tensors
-        dgates = dot_of_copies(y, ctx.plan.slot, dout, gates.shape[1])           # [T, k]
-        return copies_outward(dout, gates, ctx.plan, ctx.wire), dgates, None, None
+        (gates, *kept), e = ctx.saved_tensors, ctx.plan.exchange
+        fmt = ctx.wire if e is None else "bf16"                  # the wire rounds what it carries
+        dgates, dy = copies_backward(dout, kept, ctx.plan.slot, gates, fmt)      # [T, k], [R, D]
+        if e is not None:
+            everything = torch.arange(len(dy), device=dy.device)
+            dy = send(dy, ctx.wire, everything, e.copy_splits, e.group).index_select(0, e.place)
+        return dy, dgates, None, None
 
 
 def dispatch(x, plan, wire="bf16", back="bf16"):

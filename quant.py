@@ -320,15 +320,19 @@ def _round_blocks(x, fmt, u, outer=None, axis=-1):
 @dataclass
 class Quantized:
     """A packed tensor. codes: float8_e4m3fn [.., K] or uint8 [.., K/2], even element in the low
-    nibble; scales: uint8 [.., K/32] (E8M0) or float8_e4m3fn [.., K/16]; outer: fp32 or None."""
+    nibble; scales: uint8 [.., K/32] (E8M0) or float8_e4m3fn [.., K/16]; outer: fp32 or None.
+    index: row r is row index[r] of these; None: they are all meant, in order."""
     fmt: str
     codes: torch.Tensor
     scales: torch.Tensor
     outer: torch.Tensor | None = None
     axis: int = -1
+    index: torch.Tensor | None = None
 
     def dequantize(self, dtype=torch.float32):
         """The exact decoded values in `dtype` (fp32 and bf16 hold them all)."""
+        if self.index is not None:
+            return self.gathered().dequantize(dtype)
         fmt, t, axis = FORMATS[self.fmt], tables(self.codes.device), self.axis
         if fmt.block == MXFP8.block:
             values = _lookup(t.e4m3, self.codes.view(torch.uint8))
@@ -342,10 +346,19 @@ class Quantized:
         return blocks.flatten(axis - 1, axis).to(dtype)
 
     def select(self, index):
-        """The rows `index` of a two-dimensional tensor quantised along its rows."""
+        """The rows `index` of a two-dimensional tensor quantised along its rows. On a GPU they are
+        gathered by the kernels that read them."""
+        lazy = replace(self, index=index)
+        return lazy if index.is_cuda else lazy.gathered()
+
+    def gathered(self):
+        """The same without an index."""
+        if self.index is None:
+            return self
+
         def rows(t):       # index_select knows no 8-bit floats
-            return t.view(torch.uint8).index_select(0, index).view(t.dtype)
-        outer = None if self.outer is None else self.outer.index_select(0, index)
+            return t.view(torch.uint8).index_select(0, self.index).view(t.dtype)
+        outer = None if self.outer is None else self.outer.index_select(0, self.index)
         return Quantized(self.fmt, rows(self.codes), rows(self.scales), outer)
 
     def nbytes(self):
@@ -550,10 +563,10 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
     return cast(x, fmt, **kw)
 
 
-def quantize_operand(x, fmt, **kw):
+def quantize_operand(x, fmt, *, dtype=None, **kw):
     """(quantize(x, fmt), operand(x, fmt)): forward reads the one, backward keeps the other."""
     q = quantize(x, fmt, **kw)
-    return q, q.dequantize(x.dtype)
+    return q, q.dequantize(dtype or x.dtype)
 
 
 def operand_pair(x, fmt, *, counts=None, rounded=False, **kw):
@@ -597,17 +610,17 @@ REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_
                             operand_pair=operand_pair, gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 
-def fused(f):
-    """f compiled to few kernels where its first tensor is on a GPU; on a CPU, f as written."""
+def has_kernel(f):
+    """f as written; where a GPU computes, the function of its name in kernels.py, which is the same
+    in few passes over memory."""
     @functools.wraps(f)
-    def call(first, *rest):
-        return (_compiled(f) if first.is_cuda else f)(first, *rest)
+    def call(first, *rest, **kw):
+        if not first.is_cuda:
+            return f(first, *rest, **kw)
+        import kernels
+        ours = kernels.backend(first.device) != "reference"
+        return (getattr(kernels, f.__name__) if ours else f)(first, *rest, **kw)
     return call
-
-
-@functools.cache
-def _compiled(f):
-    return torch.compile(f)
 
 
 class Captured:
@@ -653,10 +666,11 @@ class Weight:
     packed: Quantized | None = None
 
     def rewrite(self, new):
-        """Take over the numbers of `new`, but keep the storage."""
+        """Take over the numbers of `new` that are not in this storage already, and keep it."""
         for mine, given in zip(_storage(self.forward, self.backward),
                                _storage(new.forward, new.backward)):
-            mine.copy_(given)
+            if mine.data_ptr() != given.data_ptr():
+                mine.copy_(given)
         self.packed = new.packed
         return self
 
@@ -684,14 +698,22 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=
             return Weight(w, w)
         outer = b.weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
         again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
+        first = second = both = {}                      # a GPU's kernels write in place
+        if into is not None and b is not REFERENCE:
+            first, second = dict(into=into.forward), dict(into=into.backward)
+            both = dict(into=(into.forward, into.backward))
         if gemms.source == "copy":
-            packed = packed or b.quantize(w, gemms.w, outer=outer)
-            forward = b.operand(packed, gemms.w, dtype=dtype)
-            backward = b.operand(packed, gemms.back, dtype=dtype, **again)
+            if packed is None:
+                packed, forward = b.quantize_operand(w, gemms.w, outer=outer, dtype=dtype, **first)
+            else:
+                forward = b.operand(packed, gemms.w, dtype=dtype, **first)
+            backward = b.operand(packed, gemms.back, dtype=dtype, **again, **second)
+        elif gemms.w == gemms.back == "mxfp8" and gemms.rounding == "nearest":
+            forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
         else:
-            forward = b.operand(packed or w, gemms.w, outer=outer)
-            backward = b.operand(w, gemms.back,
-                                 outer=outer if is_fp4(gemms.back) else None, **again)
+            forward = b.operand(packed or w, gemms.w, outer=outer, **first)
+            backward = b.operand(w, gemms.back, outer=outer if is_fp4(gemms.back) else None,
+                                 **again, **second)
         new = Weight(forward, backward, packed)
         return new if into is None else into.rewrite(new)
 
@@ -711,32 +733,36 @@ class _Linear(torch.autograd.Function):
     """Y = X W^T for each expert, and its two gradients, rounded as `g: Gemms` says."""
 
     @staticmethod
-    def forward(ctx, x, w, weight, xq, rounded, counts, g, seed, rows):
-        b = backend_for(x)
+    def forward(ctx, x, w, weight, xq, rounded, counts, g, seed, rows, swiglu):
+        b, ctx.gated = backend_for(x), dict(swiglu=True) if swiglu else {}
         if xq is None and g.source == "copy":
-            xq, x_row = b.quantize_operand(x, g.x)                                  # [R, K] along K
+            xq, x_row = b.quantize_operand(x, g.x, **ctx.gated)                     # [R, K] along K
         else:
-            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, rounded="x" in rounded)
+            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, rounded="x" in rounded,
+                              **ctx.gated)
         # Where X is packed, because it came so or the backward pass starts from that copy, nothing
         # else of it is kept.
         ctx.packed = xq is not None
-        ctx.save_for_backward(counts, rows, *(xq.tensors() if ctx.packed else (x,)))
+        kept = (*xq.tensors(), xq.index) if ctx.packed else (x,)
+        ctx.save_for_backward(counts, rows, x if swiglu else None, *kept)
         ctx.weight, ctx.g, ctx.rounded, ctx.seed, ctx.dtype = weight, g, rounded, seed, x.dtype
         return b.gemm(x_row, weight.forward, counts)                                # [R, N]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        counts, rows, *kept = ctx.saved_tensors
+        counts, rows, h, *kept = ctx.saved_tensors
         g, b, seed = ctx.g, backend_for(dy), ctx.seed
-        x = Quantized(g.x, *kept) if ctx.packed else kept[0]
+        x, gated = kept[0], ctx.gated
+        if ctx.packed:
+            x, gated = Quantized(g.x, *kept[:3], index=kept[3]), {}
         dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded,
                                                    seed, rows)
         dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]
         x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=ctx.dtype,     # [R, K] along T
-                          rounding=g.rounding, seed=fold(seed, 2), rows=rows)
+                          rounding=g.rounding, seed=fold(seed, 2), rows=rows, **gated)
         dw = b.gemm_wgrad(dy_col, x_col, counts_t)                                  # [E, N, K]
-        return dx, dw, None, None, None, None, None, None, None
+        return dx if h is None else b.swiglu_backward(h, dx), dw, *[None] * 8
 
 
 def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
@@ -751,7 +777,8 @@ def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
             x, filled)
 
 
-def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None):
+def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None,
+                   swiglu=False):
     """Y[r] = W[e] X[r] for rows sorted by expert, with the three GEMMs of a recipe.
 
     x [R, K]: each expert's rows start at multiples of 128; counts int32 [E]: its real rows. Padding
@@ -759,10 +786,14 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
     name of a Recipe, whose rule for experts is meant. weight: prepare()d operands of w. xq: x as it
     came packed over the wire; x then only carries the gradient. rounded: which of "x" and "dy" came
     over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
-    the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
+    the logical index [R] of each row. swiglu: x is [gate | up], and X = swiglu(x); where X is
+    rounded, a GPU never writes it otherwise. Differentiable in x and w. Raises ValueError on a bad
+    shape.
     """
-    g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
-    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
+    g, b = RECIPES[recipe].experts if isinstance(recipe, str) else recipe, backend_for(x)
+    if swiglu and (b is REFERENCE or g.hadamard or not {g.x, g.back} <= {"mxfp8", "nvfp4"}):
+        x, swiglu = b.swiglu(x), False
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2] * (1 + swiglu):
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: "
                          "[R, K] and [E, N, K]")
     if w.shape[1] % g.block or w.shape[2] % g.block:
@@ -771,10 +802,10 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     if weight is None:
         weight = prepare(w, g, fold(seed, 3), x.dtype)
-    return _Linear.apply(x, w, weight, xq, rounded, counts, g, seed, rows)
+    return _Linear.apply(x, w, weight, xq, rounded, counts, g, seed, rows, swiglu)
 
 
-def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
+def linear(x, w, recipe, *, weight=None, seed=0, rows=None, swiglu=False):
     """x [..., K] times w [N, K] transposed: one group whose rows are all real."""
     shape, x = x.shape, x.flatten(0, -2)
     short = -x.shape[0] % 32            # blocks along T; and a CPU row's bits must not depend on T
@@ -782,7 +813,7 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None):
         x = torch.nn.functional.pad(x, (0, 0, 0, short))
         rows = rows if rows is None else torch.nn.functional.pad(rows, (0, short))
     g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
-    y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows)
+    y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows, swiglu=swiglu)
     return (y[:-short] if short else y).view(*shape[:-1], w.shape[0])
 
 

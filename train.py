@@ -88,7 +88,7 @@ class Config:
     text_share: float = opt(0.33, "share of the steps on text alone; "
                                   "1: no task, and no RL after it")
     batch: int = opt(32, "rows in a step: tokens per step = batch * seq_len")
-    micro_batch: int = opt(0, "rows in one forward pass; 0: all. "
+    micro_batch: int = opt(0, "rows of a process in one forward pass; 0: all. "
                               "Changes the memory, not the result")
     lr: float = opt(4e-3, "peak learning rate")
     mix_lr: float = opt(0.4, "share of lr at which the text phase ends and the mixture goes on")
@@ -103,7 +103,7 @@ class Config:
     rl_steps: int = opt(200, "RL steps")
     prompts: int = opt(64, "problems in an RL step")
     group: int = opt(8, "answers to each problem")
-    rl_micro_batch: int = opt(0, "answers in one forward pass; 0: all")
+    rl_micro_batch: int = opt(0, "answers of a process in one forward pass; 0: all")
     rl_lr: float = opt(1.2e-3, "peak learning rate of RL; falls linearly to 0")
     rl_warmup: int = opt(20, "steps of linear warmup in RL")
     rl_text: float = opt(0.2, "weight of the text loss beside the RL loss")
@@ -238,7 +238,6 @@ def adamw(model, weight_decay):
     for p in mine:                      # from the start: every checkpoint holds the same tensors
         opt.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
                             exp_avg_sq=torch.zeros_like(p))
-    opt.register_step_post_hook(lambda *_: model.weights_changed())
     opt.mine, opt.owner = mine, owner
     return opt
 
@@ -248,11 +247,19 @@ def set_lr(run, lr):
         group["lr"].fill_(lr)
 
 
-def to_owners(collective, tensors, owner):
+def to_owners(collective, tensors, mesh, owner):
     """`collective` (reduce to, or broadcast from, the owner) of each parameter's tensor."""
-    for wait in [collective(t, owner[p][0], group=owner[p][1], async_op=True)
-                 for p, t in tensors.items()]:
-        wait.wait()
+    if mesh.world > 1:
+        for work in [collective(t, owner[p][0], group=owner[p][1], async_op=True)
+                     for p, t in tensors.items()]:
+            work.wait()
+
+
+@quant.has_kernel
+def clipped_step(norm, opt, clip):
+    """A step of AdamW for gradients of this norm, scaled so that it is `clip` at most."""
+    torch.nn.utils.clip_grads_with_norm_(opt.mine, clip, norm)
+    opt.step()
 
 
 def update(run, losses):
@@ -266,16 +273,14 @@ def update(run, losses):
     for loss in losses:
         loss.backward()
         total += loss.detach()
-    if mesh.world > 1:
-        to_owners(dist.reduce, {p: p.grad for p in opt.owner}, opt.owner)
+    to_owners(dist.reduce, {p: p.grad for p in opt.owner}, mesh, opt.owner)
     norm = torch.nn.utils.get_total_norm([p.grad for p in opt.mine]).to(run.device)
     if mesh.world > 1:
         norm = mesh.sum(norm.square()).sqrt()       # each gradient counts once, where its owner is
-    torch.nn.utils.clip_grads_with_norm_(opt.mine, run.cfg.clip, norm)
-    opt.step()
+    clipped_step(norm, opt, run.cfg.clip)
+    run.model.weights_changed()             # a kernel runs no hooks
     run.model.zero_grad(set_to_none=True)
-    if mesh.world > 1:
-        to_owners(dist.broadcast, {p: p.data for p in opt.owner}, opt.owner)
+    to_owners(dist.broadcast, {p: p.data for p in opt.owner}, mesh, opt.owner)
     return mesh.sum(total), norm
 
 
@@ -351,7 +356,7 @@ def pretrain_update(run, rows, mask, is_text):
     sums = torch.zeros(2, device=rows.device)
     loss, norm = update(run, pretrain_losses(run, rows, mask, is_text, sums))
     load = run.model.balance(run.cfg.balance_rate)
-    text, task = (mask * is_text).sum(), (mask * ~is_text).sum()
+    text, task = (mask * is_text).sum(), (mask * (1 - is_text)).sum()
     text, task, *sums = run.mesh.sum(torch.stack([text, task, *sums.double()]))
     return dict(loss=loss, text_loss=sums[0] / text, task_loss=sums[1] / task, grad_norm=norm,
                 load=load)
@@ -794,12 +799,11 @@ def pick_device(name):
 def check_world(run):
     """Refuse a step that the processes cannot share evenly."""
     cfg, world = run.cfg, run.mesh.world
-    rows = dict(batch=cfg.batch, rl_text_rows=cfg.rl_text_rows)
-    rows["prompts * group"] = cfg.prompts * cfg.group
+    rows = {"--batch": cfg.batch, "--rl-text-rows": cfg.rl_text_rows,
+            "--prompts times --group": cfg.prompts * cfg.group}
     for name, n in rows.items():
         if n % world and cfg.stage not in LOOKING:
-            raise Refused(f"{flag(name)} {n}: must be a multiple of the number of processes, "
-                          f"{world}")
+            raise Refused(f"{name} {n}: must be a multiple of the number of processes, {world}")
 
 
 def check(cfg):
@@ -1004,7 +1008,7 @@ def summary(run, stage):
         text += f", pass rate {last['pass_rate']:.3f}" + (
             "" if reached else f": the gate of {run.cfg.gate} was not reached")
     if stage == "rl":
-        tail = [r["pass_rate"] for r in evals][-3:]
+        tail = [r["pass_rate"] for r in evals[1:] or evals][-3:]
         text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} "
                  f"(mean of the last {len(tail)}){sharpening(evals)}")
     curve = [r["reward"] if stage == "rl" else r["loss"] for r in steps]
@@ -1017,8 +1021,10 @@ def sharpening(evals):
     first, last = evals[0].get("pass_at_8"), evals[-1].get("pass_at_8")
     if first is None or last is None:
         return ""
-    word = "learning" if last - first > 0.05 else "sharpening"
-    return f", pass@8 {first:.3f} -> {last:.3f}: {word}"
+    word = ": learning" if last - first > 0.05 else ""
+    if not word and evals[-1]["pass_rate"] - evals[0]["pass_rate"] > 0.05:
+        word = ": sharpening"
+    return f", pass@8 {first:.3f} -> {last:.3f}{word}"
 
 
 def train(run):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import quant  # noqa: E402
 import train  # noqa: E402
+from model import Decoder  # noqa: E402
 from moe_comm import Mesh, join, who  # noqa: E402
 
 
@@ -142,6 +143,45 @@ def measure_gpu(model, precision, repeats, device, ep=1):
     return run
 
 
+@torch.no_grad()
+def seconds_to_generate(decoder, prompt, new):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    decoder.start(prompt, torch.arange(len(prompt)), 0, 0)
+    for _ in range(new - 1):
+        decoder.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_generation(precision, repeats, batch=512, new=256, copy=4.24e12):
+    """Generate with model A, as captured steps and with a launch for each kernel, in turn. A token
+    can take no less than reading the weights once: those of one token, or, since a batch has a
+    token for nearly every expert, all; the keys and values come on top."""
+    with torch.device("cuda"):
+        model = OnDevice(train.Config(**MODELS["A"]).model(), precision)
+    prompt = torch.randint(0, 256, (batch, 16), device="cuda")
+    graphed, eager = (Decoder(model, batch, prompt.shape[1] + new, 1.0, 0) for _ in range(2))
+    eager.replay = None
+    times = [[seconds_to_generate(d, prompt, new) for d in (graphed, eager)]
+             for _ in range(repeats + 1)][1:]
+    fast, slow = zip(*times)
+    token = statistics.median(fast) / new
+    weights = [(name, t.nbytes) for layer in model.operands for name, w in layer.items()
+               for t in quant._storage(w.forward)]
+    touched = sum(size for _, size in weights)
+    routed = sum(size for name, size in weights if name in ("w1", "w2"))
+    active = touched - routed + routed * model.cfg.top_k // model.cfg.experts
+    cache = sum(t.nbytes for t in graphed.cache.keys + graphed.cache.values)
+    print(f"A {precision:6s} generates {new} tokens of {batch} sequences: {1e3 * token:.2f} ms a "
+          f"token, {batch / token / 1e3:.0f}k tokens/s, n={repeats}; eager over graphed "
+          f"{ratio(slow, fast)}; over reading the weights once "
+          f"{token / (active / copy):.1f} (active for one token, {active / 1e9:.2f} GB), "
+          f"{token / (touched / copy):.1f} (touched by the batch, {touched / 1e9:.2f} GB), "
+          f"{token / ((touched + cache) / copy):.1f} (and keys and values, "
+          f"{cache / 1e9:.2f} GB)", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -149,9 +189,13 @@ def main():
     parser.add_argument("--models", nargs="*", default=["A", "B"], choices=MODELS)
     parser.add_argument("--precisions", nargs="*", default=["bf16", "mxfp8", "nvfp4"])
     parser.add_argument("--ep", type=int, nargs="+", default=[1], help="under torchrun")
+    parser.add_argument("--generate", nargs="*", default=["bf16", "nvfp4"],
+                        help="precisions in which to generate (one GPU)")
     args = parser.parse_args()
     if torch.cuda.is_available():
         device = join(torch.device("cuda"))
+        for precision in args.generate if who()[1] == 1 else ():
+            measure_generation(precision, 5)
         for model, precision, ep in itertools.product(args.models, args.precisions, args.ep):
             measure_gpu(model, precision, args.repeats, device, ep)
             gc.collect()                    # a run and its captured step refer to each other

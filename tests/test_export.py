@@ -128,6 +128,10 @@ def test_the_4_bit_export_has_the_logits_of_the_run_bit_for_bit(trained):
     original, again = model_in(trained), read(trained / "export-nvfp4")
     assert again.recipe.name == "nvfp4" and again.codes
     assert torch.equal(logits(original, some_bytes()), logits(again, some_bytes()))
+    again.begin_step(5)                     # other second copies, the same codes
+    again.prepare()
+    assert all(again.operands[0][name].packed is again.codes[f"blocks.0.{name}"][0]
+               for name in ("w1", "w2") if f"blocks.0.{name}" in again.codes) and again.codes
 
 
 def losses_of(capsys, **flags):

@@ -3,12 +3,14 @@
 The kernels run where there is a CUDA GPU, and in Triton's interpreter elsewhere: test_interpreter
 runs this file once more, in a process of its own, with TRITON_INTERPRET=1.
 """
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,21 +222,46 @@ def test_a_packed_tensor_is_decoded_or_rounded_again_along_the_other_axis(fmt, r
     assert_values(got, want)
     index = torch.randperm(len(x))[:128]
     want = quant.cast(q.dequantize()[index], "mxfp8", **kw)
-    assert_values(kernels.cast(on(DEVICE, q), "mxfp8", index=index.to(DEVICE), **kw), want)
-    assert_values(kernels.cast(on(DEVICE, q), fmt, index=index.to(DEVICE)), q.dequantize()[index])
+    rows = dataclasses.replace(on(DEVICE, q), index=index.to(DEVICE))
+    assert_values(kernels.cast(rows, "mxfp8", **kw), want)
+    assert_values(kernels.cast(rows, fmt), q.dequantize()[index])
+    assert_values(rows.dequantize(), q.dequantize()[index])
 
 
 @runs_kernels
 @FORMATS
 def test_swiglu_is_rounded_to_bf16_first(fmt):
     h = torch.randn(128, 128, generator=torch.Generator().manual_seed(4)).bfloat16().to(DEVICE)
-    product = kernels.swiglu_operand(h, "bf16")
+    product = kernels.operand(h, "bf16", swiglu=True)
     gate, up = h.float().chunk(2, -1)
-    exact = torch.nn.functional.silu(gate).bfloat16().float() * up
-    assert ((product - exact).abs() <= 2 ** -6 * exact.abs()).all()  # the interpreter cuts to bf16
+    exact = torch.nn.functional.silu(gate) * up
+    assert ((product - exact).abs() <= 2 ** -7 * exact.abs()).all()  # the interpreter cuts to bf16
+    assert_same(product, kernels.swiglu(h), "swiglu")
     for kw in (dict(), dict(axis=-2, rounding="stochastic", seed=1)):
-        assert_same(kernels.swiglu_operand(h, fmt, **kw),
+        assert_same(kernels.operand(h, fmt, swiglu=True, **kw),
                     kernels.cast(product, fmt, **kw), "swiglu")
+
+
+@runs_kernels
+@pytest.mark.parametrize("recipe", [quant.IN_MXFP8, quant.IN_NVFP4])
+def test_a_layer_makes_its_input_of_swiglu_or_takes_it_made(recipe, monkeypatch):
+    ours = SimpleNamespace(**vars(quant.REFERENCE) | {
+        name: getattr(kernels, name) for name in
+        ("swiglu", "swiglu_backward", "operand", "operand_pair", "quantize_operand")})
+    monkeypatch.setattr(quant, "backend_for", lambda _: ours)
+    h, counts, _ = experts_buffer(128)
+    h, w = h.bfloat16().to(DEVICE), torch.randn(4, 96, 64, device=DEVICE)
+    weight = quant.Weight(w.bfloat16(), w.bfloat16())
+    found = []
+    for fused in (True, False):
+        x = h.clone().requires_grad_()
+        w.grad = None
+        y = quant.grouped_linear(x if fused else kernels.swiglu(x), w.requires_grad_(),
+                                 counts.to(DEVICE), recipe, weight=weight, seed=1, swiglu=fused)
+        y.backward(torch.ones_like(y))
+        found.append((y, x.grad, w.grad))
+    for got, want in zip(*found):
+        assert_same(got, want, "swiglu")
 
 
 @runs_kernels
@@ -244,6 +271,24 @@ def test_packed_and_operand_in_one_pass(fmt):
     q, values = kernels.quantize_operand(x.to(DEVICE), fmt)
     assert_packed(q, quant.quantize(x, fmt))
     assert_values(values, quant.cast(x, fmt))
+
+
+@runs_kernels
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("recipe", [quant.IN_MXFP8, quant.IN_NVFP4])
+def test_operands_of_weights_are_written_in_place(recipe, native, monkeypatch):
+    ours = {name: partial(getattr(kernels, name), native=native)
+            for name in ("operand", "operand_pair", "quantize_operand")}
+    ours = SimpleNamespace(weight_outer=kernels.weight_outer, **ours)
+    monkeypatch.setattr(quant, "backend_for", lambda w: ours)
+    one, two = (torch.randn(2, 64, 96, device=DEVICE) for _ in range(2))
+    weight = quant.prepare(one, recipe, 3)
+    where = [t.data_ptr() for t in quant._storage(weight.forward, weight.backward)]
+    again, fresh = quant.prepare(two, recipe, 4, into=weight), quant.prepare(two, recipe, 4)
+    assert [t.data_ptr() for t in quant._storage(again.forward, again.backward)] == where
+    for got, want in zip(quant._storage(again.forward, again.backward),
+                         quant._storage(fresh.forward, fresh.backward), strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @runs_kernels

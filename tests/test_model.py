@@ -428,12 +428,10 @@ def one_update(model, rows):
 
 
 def train_run(model):
-    class Run:
-        cfg = train.Config()
-        opt = train.adamw(model, 0.0)
-
-    Run.model = model
-    return Run
+    run = train.Run.__new__(train.Run)
+    run.cfg, run.model, run.mesh, run.device = train.Config(), model, model.mesh, torch.device("cpu")
+    run.opt = train.adamw(model, 0.0)
+    return run
 
 
 @RECIPES

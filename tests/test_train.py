@@ -310,6 +310,8 @@ def test_each_step_and_each_evaluation_has_its_row(finished):
         elif row["stage"] == "pretrain":
             assert row["phase"] == ("text" if row["step"] <= 2 else "mix")
             assert ("task_loss" in row) == (row["phase"] == "mix")
+            parts = [row[k] for k in ("text_loss", "task_loss") if k in row]
+            assert 0 < min(parts) - 1e-5 < row["loss"] < max(parts) + 1e-5     # a weighted mean
     first, last = ([r for r in others if "pass_rate" in r][i] for i in (0, -1))
     assert {"greedy", "pass_at_8", "problems"} <= first.keys() & last.keys()
 

@@ -659,11 +659,11 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
     return outer.expand(shape[:-1] if axis == -1 else (*shape[:-2], shape[-1]))
 
 
-def _run(x, fmt, axis, want, *, counts=None, swiglu=False, dtype=torch.bfloat16,
+def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=torch.bfloat16,
          rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None)):
     """Launch the kernel: (outputs along rows, outputs along columns, outer scales)."""
     source, data, scales, x_outer, stride, shape = _source(x, swiglu)
-    index = x.index if isinstance(x, Quantized) else None
+    index = x.index if isinstance(x, Quantized) else index
     if index is not None:
         shape = (index.numel(), shape[-1])
     _check(shape, fmt, axis, rounding)
@@ -737,7 +737,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
-    sorted by expert; padding becomes zero.
+    sorted by expert; padding becomes zero. index: of a tensor, which rows.
     swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded. into: where to write.
     """
     dtype = dtype or torch.bfloat16
@@ -745,7 +745,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
         return quant.operand(x, fmt, axis=axis, **kw).to(dtype)
     if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
-        kw = {name: kw[name] for name in ("counts", "swiglu") if name in kw}
+        kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
     row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, into=(into, into), **kw)
     return row.values if axis == -1 else col.values
 
@@ -1533,6 +1533,11 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, D
                 g, _, _ = _wire_round(g, ROUND, FP8)
             tl.store(drows + r[:, None] * D + d[None, :], g.to(drows.dtype.element_ty), mask=inside)
         tl.store(dgates + t * K + k, tl.sum(product, 1), mask=here)
+
+
+def rounded_rows(x, index, fmt):
+    """moe_comm.rounded_rows."""
+    return cast(x, fmt, index=index, dtype=x.dtype)
 
 
 def sum_of_copies(rows, slot, gates, fmt, keep=False):

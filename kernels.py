@@ -413,14 +413,14 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
 def _whole_rows(source, at, first, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
                 K: tl.constexpr, SOURCE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
                 FP8: tl.constexpr):
-    """A look at whole rows: (their own outer scales, block amaxes of each chunk). What reads them
-    again finds them in a cache."""
-    amaxes = ()
+    """Whole rows: (their own outer scales, their chunks, block amaxes of each chunk). What reads
+    the chunks again finds them in a cache; it is the better way but where they are long to make."""
+    chunks, amaxes = (), ()
     top = tl.zeros((BM,), tl.int32)
     for i in tl.static_range(CHUNKS):
         x = _load(source, at, first + i * BK, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
         amax = _block_amax(tl.reshape(x, (BM, BK // 16, 16)), False)
-        amaxes = amaxes + (amax,)
+        chunks, amaxes = chunks + (x,), amaxes + (amax,)
         top = tl.maximum(top, tl.max(amax, 1))
     if tl.max(top, 0) >= 0x7F800000:                # only now look for the largest finite number
         top = tl.zeros((BM,), tl.int32)
@@ -428,7 +428,7 @@ def _whole_rows(source, at, first, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: t
             x = _load(source, at, first + k, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
             amax = _block_amax(tl.reshape(x, (BM, BK // 16, 16)), True)
             top = tl.maximum(top, tl.max(amax, 1))
-    return _outer_of(top), amaxes
+    return _outer_of(top), chunks, amaxes
 
 
 @jit
@@ -468,6 +468,7 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
     """
     ACROSS: tl.constexpr = (K + CHUNKS * BK - 1) // (CHUNKS * BK)
     WIDE: tl.constexpr = COL is None and ROW != "bf16"
+    HELD: tl.constexpr = OUTER == "own" and SOURCE == "swiglu" and BM * BK * CHUNKS <= 2048
     first = (tl.program_id(0) % ACROSS).to(tl.int64) * (CHUNKS * BK)
     r = tl.arange(0, BM)
     if counts is not None:
@@ -488,7 +489,8 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
             at = (tl.load(index + here + r, mask=r < left, other=0).to(tl.int64), e * 0, left)
         source = (x, x_scales, x_outer, stride)
         if OUTER == "own":
-            o, amaxes = _whole_rows(source, at, first, BM, BK, CHUNKS, K, SOURCE, EVEN, WIDE, FP8)
+            o, chunks, amaxes = _whole_rows(source, at, first, BM, BK, CHUNKS, K, SOURCE, EVEN,
+                                            WIDE, FP8)
             tl.store(outer + here + r, o, mask=r < left)
         elif OUTER == "given" and ROW is not None:
             o = tl.load(outer + here + r, mask=r < left, other=1.0)
@@ -497,7 +499,10 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
 
         for i in tl.static_range(CHUNKS):
             k0 = first + i * BK
-            v = _load(source, at, k0, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
+            if HELD:
+                v = chunks[i]
+            else:
+                v = _load(source, at, k0, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
             if counts is not None:         # after the load, so that neither waits for the other
                 real = (tl.max(tl.where(start <= r0, stop, 0), 0) - r0).to(tl.int32)
                 if real < BM:

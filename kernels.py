@@ -413,14 +413,14 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
 def _whole_rows(source, at, first, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
                 K: tl.constexpr, SOURCE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
                 FP8: tl.constexpr):
-    """A look at whole rows: (their own outer scales, block amaxes of each chunk). What reads them
-    again finds them in a cache."""
-    amaxes = ()
+    """Whole rows: (their own outer scales, their chunks, block amaxes of each chunk). What reads
+    the chunks again finds them in a cache; it is the better way but where they are long to make."""
+    chunks, amaxes = (), ()
     top = tl.zeros((BM,), tl.int32)
     for i in tl.static_range(CHUNKS):
         x = _load(source, at, first + i * BK, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
         amax = _block_amax(tl.reshape(x, (BM, BK // 16, 16)), False)
-        amaxes = amaxes + (amax,)
+        chunks, amaxes = chunks + (x,), amaxes + (amax,)
         top = tl.maximum(top, tl.max(amax, 1))
     if tl.max(top, 0) >= 0x7F800000:                # only now look for the largest finite number
         top = tl.zeros((BM,), tl.int32)
@@ -428,7 +428,7 @@ def _whole_rows(source, at, first, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: t
             x = _load(source, at, first + k, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
             amax = _block_amax(tl.reshape(x, (BM, BK // 16, 16)), True)
             top = tl.maximum(top, tl.max(amax, 1))
-    return _outer_of(top), amaxes
+    return _outer_of(top), chunks, amaxes
 
 
 @jit
@@ -468,6 +468,7 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
     """
     ACROSS: tl.constexpr = (K + CHUNKS * BK - 1) // (CHUNKS * BK)
     WIDE: tl.constexpr = COL is None and ROW != "bf16"
+    HELD: tl.constexpr = OUTER == "own" and SOURCE == "swiglu" and BM * BK * CHUNKS <= 2048
     first = (tl.program_id(0) % ACROSS).to(tl.int64) * (CHUNKS * BK)
     r = tl.arange(0, BM)
     if counts is not None:
@@ -488,7 +489,8 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
             at = (tl.load(index + here + r, mask=r < left, other=0).to(tl.int64), e * 0, left)
         source = (x, x_scales, x_outer, stride)
         if OUTER == "own":
-            o, amaxes = _whole_rows(source, at, first, BM, BK, CHUNKS, K, SOURCE, EVEN, WIDE, FP8)
+            o, chunks, amaxes = _whole_rows(source, at, first, BM, BK, CHUNKS, K, SOURCE, EVEN,
+                                            WIDE, FP8)
             tl.store(outer + here + r, o, mask=r < left)
         elif OUTER == "given" and ROW is not None:
             o = tl.load(outer + here + r, mask=r < left, other=1.0)
@@ -497,7 +499,10 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
 
         for i in tl.static_range(CHUNKS):
             k0 = first + i * BK
-            v = _load(source, at, k0, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
+            if HELD:
+                v = chunks[i]
+            else:
+                v = _load(source, at, k0, BM, BK, K, SOURCE, EVEN, WIDE, FP8)
             if counts is not None:         # after the load, so that neither waits for the other
                 real = (tl.max(tl.where(start <= r0, stop, 0), 0) - r0).to(tl.int32)
                 if real < BM:
@@ -659,11 +664,11 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
     return outer.expand(shape[:-1] if axis == -1 else (*shape[:-2], shape[-1]))
 
 
-def _run(x, fmt, axis, want, *, counts=None, swiglu=False, dtype=torch.bfloat16,
+def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=torch.bfloat16,
          rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None)):
     """Launch the kernel: (outputs along rows, outputs along columns, outer scales)."""
     source, data, scales, x_outer, stride, shape = _source(x, swiglu)
-    index = x.index if isinstance(x, Quantized) else None
+    index = x.index if isinstance(x, Quantized) else index
     if index is not None:
         shape = (index.numel(), shape[-1])
     _check(shape, fmt, axis, rounding)
@@ -737,7 +742,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
-    sorted by expert; padding becomes zero.
+    sorted by expert; padding becomes zero. index: of a tensor, which rows.
     swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded. into: where to write.
     """
     dtype = dtype or torch.bfloat16
@@ -745,7 +750,7 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
         return quant.operand(x, fmt, axis=axis, **kw).to(dtype)
     if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
-        kw = {name: kw[name] for name in ("counts", "swiglu") if name in kw}
+        kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
     row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, into=(into, into), **kw)
     return row.values if axis == -1 else col.values
 
@@ -1533,6 +1538,11 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, D
                 g, _, _ = _wire_round(g, ROUND, FP8)
             tl.store(drows + r[:, None] * D + d[None, :], g.to(drows.dtype.element_ty), mask=inside)
         tl.store(dgates + t * K + k, tl.sum(product, 1), mask=here)
+
+
+def rounded_rows(x, index, fmt):
+    """moe_comm.rounded_rows."""
+    return cast(x, fmt, index=index, dtype=x.dtype)
 
 
 def sum_of_copies(rows, slot, gates, fmt, keep=False):

@@ -235,11 +235,18 @@ def rounded(x, fmt):
     return x if fmt == "bf16" else quant.backend_for(x).cast(x, fmt)
 
 
+@quant.has_kernel
+def rounded_rows(x, index, fmt):
+    """Rows x[index] as they would arrive at another rank."""
+    return rounded(x, fmt).index_select(0, index)
+
+
 def outward(x, plan, fmt):
-    """(values, packed or None) of tokens x [T, D] where their experts are, [M, D]."""
+    """Tokens x [T, D] where their experts are, [M, D]: (values, which are still to be rounded to
+    `fmt`, or None, packed or None)."""
     e = plan.exchange
     if e is None and not quant.is_fp4(fmt):
-        return rounded(x, fmt), None
+        return x, None
     if e is None:
         return None, quant.backend_for(x).quantize(x, fmt)
     if fmt == "bf16":
@@ -282,7 +289,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.plan, ctx.back, ctx.tokens = plan, back, x.shape[0]
         values, q = outward(x, plan, wire)
         if q is None:
-            return values.index_select(0, plan.token), None                      # [R, D]
+            return rounded_rows(values, plan.token, wire), None                  # [R, D]
         # The numbers stay packed. Autograd sees a shape for the gradient to flow through.
         return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q.select(plan.token)
 

@@ -301,16 +301,20 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
         up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
         return _bf16(gate * (1 / (1 + tl.exp(-gate))) * up)
     elif SOURCE == "mxfp8":
-        v = _decode_e4m3(_gather(x, at, K, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
+        width, step = _row_width(K, stride), _row_width(K // 32, stride)
+        v = _decode_e4m3(_gather(x, at, width, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
         k = k0 // 32 + tl.arange(0, BK // 32)
-        scale = _decode_e8m0(_gather(scales, at, K // 32, k, K // 32, EVEN, 1))
+        scale = _decode_e8m0(_gather(scales, at, step, k, K // 32, EVEN, 1))
         return tl.reshape(tl.reshape(v, (BM, BK // 32, 32)) * scale[:, :, None], (BM, BK))
     elif SOURCE == "nvfp4":
-        b = _gather(x, at, K // 2, k0 // 2 + tl.arange(0, BK // 2), K // 2, EVEN, 4).to(tl.int32)
+        width, step = _row_width(K // 2, stride), _row_width(K // 16, stride)
+        b = _gather(x, at, width, k0 // 2 + tl.arange(0, BK // 2), K // 2, EVEN, 4).to(tl.int32)
         v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
         k = k0 // 16 + tl.arange(0, BK // 16)
-        scale = _decode_e4m3(_gather(scales, at, K // 16, k, K // 16, EVEN, 1), FP8)
+        scale = _decode_e4m3(_gather(scales, at, step, k, K // 16, EVEN, 1), FP8)
         row, base, left = at
+        if stride is not None:
+            row, base = row * stride, base * stride
         scale *= tl.load(outer + base + row, mask=tl.arange(0, BM) < left, other=0)[:, None]
         return tl.reshape(tl.reshape(v, (BM, BK // 16, 16)) * scale[:, :, None], (BM, BK))
     else:
@@ -318,14 +322,26 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
 
 
 @jit
-def _store(out, value, e, i0, j0, I, J, ROWWISE: tl.constexpr, EVEN: tl.constexpr,
+def _row_width(width, pitch):
+    """Bytes from row to row of codes or of scales: their number, or, where both lie side by side in
+    the rows of one payload, `pitch` fours of bytes."""
+    if pitch is None:
+        return width
+    else:
+        return pitch * 4
+
+
+@jit
+def _store(out, value, e, i0, j0, I, J, pitch, ROWWISE: tl.constexpr, EVEN: tl.constexpr,
            VECTOR: tl.constexpr):
     """Store a tile at (i0, j0) of matrix e of out [E, I, J], or [E, J, I] if not ROWWISE. VECTOR:
-    no thread stores more at once, so that it can be the thread that computed it."""
+    no thread stores more at once, so that it can be the thread that computed it. pitch: as in
+    _row_width, for E = 1."""
     i, j = tl.arange(0, value.shape[0])[:, None], tl.arange(0, value.shape[1])[None, :]
     out = out + e * I * J
     if ROWWISE:
-        p = tl.max_contiguous(out + (i0 * J + j0) + (i * J + j), (1, VECTOR))
+        width = _row_width(J, pitch)
+        p = tl.max_contiguous(out + (i0 * width + j0) + (i * width + j), (1, VECTOR))
     else:
         p = tl.max_contiguous(out + (j0 * I + i0) + (j * I + i), (VECTOR, 1))
     value = value.to(out.dtype.element_ty)
@@ -350,29 +366,29 @@ def _store_blocked(out, byte, e, i0, j0, I, J, EVEN: tl.constexpr):
 
 
 @jit
-def _store_codes(codes, code, x, e, i0, j0, I, J, FMT: tl.constexpr, ACROSS: tl.constexpr,
+def _store_codes(codes, code, x, e, i0, j0, I, J, pitch, FMT: tl.constexpr, ACROSS: tl.constexpr,
                  EVEN: tl.constexpr, VECTOR: tl.constexpr):
     """Store codes [A, B/V, V]; E2M1's get the signs of x and share bytes, the even one low."""
     A: tl.constexpr = code.shape[0]
     B: tl.constexpr = code.shape[1] * code.shape[2]
     if FMT == "mxfp8":
-        _store(codes, tl.reshape(code, (A, B)), e, i0, j0, I, J, ACROSS, EVEN, VECTOR)
+        _store(codes, tl.reshape(code, (A, B)), e, i0, j0, I, J, pitch, ACROSS, EVEN, VECTOR)
     else:
         low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))
         low_x, high_x = tl.split(tl.reshape(_bits(x), (A, B // 2, 2)))
         code = low + (high << 4) | (low_x >> 28 & 8) | (high_x >> 24 & 0x80)
-        _store(codes, code.to(tl.uint8), e, i0, j0 // 2, I, J // 2, ACROSS, EVEN, VECTOR)
+        _store(codes, code.to(tl.uint8), e, i0, j0 // 2, I, J // 2, pitch, ACROSS, EVEN, VECTOR)
 
 
 @jit
-def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, FMT: tl.constexpr,
-          ROWWISE: tl.constexpr, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr,
-          WIDE: tl.constexpr, FP8: tl.constexpr):
+def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, pitch,
+          FMT: tl.constexpr, ROWWISE: tl.constexpr, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr,
+          EVEN: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr):
     """Round a tile x [A, B], blocks along B, and store what is asked for (what is not None)."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
     if FMT == "bf16":
-        _store(values, x, e, i0, j0, I, J, ROWWISE, EVEN, 8)
+        _store(values, x, e, i0, j0, I, J, None, ROWWISE, EVEN, 8)
     else:
         V: tl.constexpr = 32 if FMT == "mxfp8" else 16
         x = tl.reshape(x, (A, B // V, V))
@@ -397,14 +413,15 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
             v = _float(_bits(v) | _sign(x))
         if values is not None:
             v = tl.reshape(v * scale[:, :, None], (A, B))
-            _store(values, v, e, i0, j0, I, J, ROWWISE, EVEN, 8)
+            _store(values, v, e, i0, j0, I, J, None, ROWWISE, EVEN, 8)
         if codes is not None:
             # A native GEMM reads the contracted axis last, so that columns have to be turned.
             TURNED: tl.constexpr = blocked is not None and not ROWWISE
             VECTOR: tl.constexpr = 16 if TURNED else (16 if WIDE else 8) * V // 32 if ROWWISE else 8
-            _store_codes(codes, code, x, e, i0, j0, I, J, FMT, ROWWISE or TURNED, EVEN, VECTOR)
+            _store_codes(codes, code, x, e, i0, j0, I, J, pitch, FMT, ROWWISE or TURNED, EVEN,
+                         VECTOR)
         if scales is not None:
-            _store(scales, byte, e, i0, j0 // V, I, J // V, ROWWISE, EVEN, 16)
+            _store(scales, byte, e, i0, j0 // V, I, J // V, pitch, ROWWISE, EVEN, 16)
         if blocked is not None:
             _store_blocked(blocked, byte, e, i0, j0 // V, I, J // V, EVEN)
 
@@ -455,8 +472,8 @@ def _draw(row_hash, cols, k0, BK: tl.constexpr, K: tl.constexpr):
 def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream, outer,
                   row_codes, row_scales, row_blocked, row_values,
                   col_codes, col_scales, col_blocked, col_values,
-                  E, R, stride, groups, K: tl.constexpr, SOURCE: tl.constexpr, ROW: tl.constexpr,
-                  COL: tl.constexpr, STOCHASTIC: tl.constexpr, OUTER: tl.constexpr,
+                  E, R, stride, pitch, groups, K: tl.constexpr, SOURCE: tl.constexpr,
+                  ROW: tl.constexpr, COL: tl.constexpr, STOCHASTIC: tl.constexpr, OUTER: tl.constexpr,
                   WIDTH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
                   EVEN: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr):
     """Read rows of x [E, R, K] once; write them rounded along K (format ROW), R (COL) or both.
@@ -491,7 +508,7 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
         if OUTER == "own":
             o, chunks, amaxes = _whole_rows(source, at, first, BM, BK, CHUNKS, K, SOURCE, EVEN,
                                             WIDE, FP8)
-            tl.store(outer + here + r, o, mask=r < left)
+            tl.store(outer + (here + r) * (1 if pitch is None else pitch), o, mask=r < left)
         elif OUTER == "given" and ROW is not None:
             o = tl.load(outer + here + r, mask=r < left, other=1.0)
         else:
@@ -513,14 +530,15 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
                 turned = tl.trans(draw)
             if ROW is not None:
                 _emit(v, amaxes[i] if OUTER == "own" else None, draw, o, row_codes, row_scales,
-                      row_blocked, row_values, e, r0, k0, R, K, ROW, True, STOCHASTIC,
+                      row_blocked, row_values, e, r0, k0, R, K, pitch, ROW, True, STOCHASTIC,
                       OUTER == "given", EVEN, WIDE, FP8)
             if COL is not None:
                 if OUTER == "given":
                     c = k0 + tl.arange(0, BK)
                     o = tl.load(outer + e * K + c, mask=c < K, other=1.0)
                 _emit(tl.trans(v), None, turned, o, col_codes, col_scales, col_blocked,
-                      col_values, e, k0, r0, K, R, COL, False, STOCHASTIC, True, EVEN, False, FP8)
+                      col_values, e, k0, r0, K, R, None, COL, False, STOCHASTIC, True, EVEN, False,
+                      FP8)
 
 
 @jit
@@ -602,14 +620,25 @@ def _check(shape, fmt, axis, rounding):
                              f"along axis {a}, as {fmt} needs")
 
 
+def _parts(q):
+    """(codes, scales, outer scales, pitch of a payload's rows or None) as a kernel takes them."""
+    codes, scales, outer = q.codes.view(torch.uint8), q.scales.view(torch.uint8), q.outer
+    if codes.dim() == 2 and not codes.is_contiguous():
+        pitch = codes.stride(0)
+        if pitch % 4 == 0 and scales.stride() == (pitch, 1) and (
+                outer is None or outer.stride(0) * 4 == pitch):
+            return codes, scales, outer, pitch // 4
+    return (codes.contiguous(), scales.contiguous(),
+            None if outer is None else outer.contiguous(), None)
+
+
 def _source(x, swiglu):
     """What the kernel reads: (kind, numbers, scales, outer, stride of a row, shape as numbers)."""
     if isinstance(x, Quantized):
         kind = "nvfp4" if quant.is_fp4(x.fmt) else "mxfp8"
         shape = (*x.codes.shape[:-1], x.scales.shape[-1] * FORMATS[x.fmt].block)
-        outer = x.outer.contiguous() if kind == "nvfp4" else None
-        codes, scales = x.codes.contiguous(), x.scales.contiguous()
-        return kind, codes.view(torch.uint8), scales.view(torch.uint8), outer, 0, shape
+        codes, scales, outer, pitch = _parts(x)
+        return kind, codes, scales, outer, pitch, shape
     if x.dim() != 2 or x.stride(-1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.contiguous()
     stride = x.stride(-2) if x.dim() > 1 else x.numel()
@@ -665,7 +694,8 @@ def _given_outer(x, fmt, outer, shape, axis, counts, swiglu):
 
 
 def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=torch.bfloat16,
-         rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None)):
+         rounding="nearest", seed=0, outer=None, rows=None, cols=None, into=(None, None),
+         payload=None):
     """Launch the kernel: (outputs along rows, outputs along columns, outer scales)."""
     source, data, scales, x_outer, stride, shape = _source(x, swiglu)
     index = x.index if isinstance(x, Quantized) else index
@@ -675,12 +705,17 @@ def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=tor
     device = data.device
     given = _given_outer(x, fmt, outer, shape, axis, counts, swiglu)
     own = given is None and quant.is_fp4(fmt)
-    if own:
+    if payload is not None:
+        outer = payload.outer
+    elif own:
         outer = torch.empty(shape[:-1], dtype=torch.float32, device=device)
     else:
         outer = given
     row, col = (_outputs(want if a == axis or axis == "both" else (), fmt, shape, a, device, dtype,
                          where) for a, where in zip((-1, -2), into))
+    pitch = None
+    if payload is not None:
+        row.codes, row.scales, _, pitch = _parts(payload)
     random, (base, stream) = rounding == "stochastic", quant.fold(seed)
     if random and not (torch.is_tensor(base) and base.device == device):
         base = torch.full((), int(base), dtype=torch.int32, device=device)     # no host sync
@@ -694,10 +729,11 @@ def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=tor
     groups = 0 if counts is None else counts.numel()
     _round_kernel[programs,](
         data, scales, x_outer, index, counts, *(t if t is None else t.int() for t in (rows, cols)),
-        base if random else None, stream, outer if outer is None else outer.contiguous(),
+        base if random else None, stream,
+        outer if outer is None or pitch is not None else outer.contiguous(),
         row.codes, row.scales, row.blocked, row.values,
         col.codes, col.scales, col.blocked, col.values,
-        E, R, stride, groups, K=K, SOURCE=source, ROW=None if axis == -2 else fmt,
+        E, R, stride, pitch, groups, K=K, SOURCE=source, ROW=None if axis == -2 else fmt,
         COL=None if axis == -1 else fmt, STOCHASTIC=random,
         OUTER="own" if own else None if given is None else "given",
         WIDTH=triton.next_power_of_2(max(groups, 1)),
@@ -734,6 +770,16 @@ def quantize(x, fmt, *, rounding="nearest", seed=0, outer=None, rows=None, cols=
         return quant.quantize(x, fmt, axis=axis, **kw)
     row, col, outer = _run(x, fmt, axis, ("packed",), **kw)
     return _packed(fmt, row if axis == -1 else col, outer, axis)
+
+
+def payload(x, fmt, index=None):
+    """quant.payload in one pass over memory."""
+    n, width = len(x) if index is None else index.numel(), x.shape[-1]
+    if fmt not in ("mxfp8", "nvfp4") or width % 128 or n < 2:
+        return quant.payload(x, fmt, index)
+    rows = torch.empty(n, quant.payload_bytes(fmt, width), dtype=torch.uint8, device=x.device)
+    _run(x, fmt, -1, (), index=index, payload=quant.from_payload(rows, fmt, width))
+    return rows
 
 
 def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
@@ -1482,10 +1528,24 @@ def _wire_round(v, ROUND: tl.constexpr, FP8: tl.constexpr):
 
 
 @jit
-def _copies_kernel(rows, slot, gates, out, codes, scales, T, D: tl.constexpr, K: tl.constexpr,
-                   ROUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):
-    """out[t] = sum of gates[t, k] * rows[slot[t, k]], rows rounded first where ROUND; their codes
-    are kept where asked for."""
+def _codes_at(codes, scales, row, d0, here, pitch, D: tl.constexpr, BT: tl.constexpr,
+              BD: tl.constexpr, FP8: tl.constexpr):
+    """fp32 [BT, BD] of MXFP8 rows, from column d0 on. pitch: as in _row_width."""
+    d, b = d0 + tl.arange(0, BD), d0 // 32 + tl.arange(0, BD // 32)
+    code = tl.load(codes + row[:, None] * _row_width(D, pitch) + d[None, :],
+                   mask=here[:, None] & (d < D)[None, :], other=0)
+    byte = tl.load(scales + row[:, None] * _row_width(D // 32, pitch) + b[None, :],
+                   mask=here[:, None] & (b < D // 32)[None, :], other=0)
+    v = tl.reshape(_decode_e4m3(code, FP8), (BT, BD // 32, 32))
+    return tl.reshape(v * _decode_e8m0(byte)[:, :, None], (BT, BD))
+
+
+@jit
+def _copies_kernel(rows, slot, gates, out, codes, scales, T, pitch, D: tl.constexpr,
+                   K: tl.constexpr, ROUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+                   FP8: tl.constexpr):
+    """out[t] = sum of gates[t, k] * rows[slot[t, k]]. ROUND: rows are rounded first, and their
+    codes kept where asked for. Rows that are None came as codes."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     here = t < T
@@ -1493,7 +1553,10 @@ def _copies_kernel(rows, slot, gates, out, codes, scales, T, D: tl.constexpr, K:
     total = tl.zeros((BT, BD), tl.float32)
     for k in tl.static_range(K):
         r = tl.load(slot + t * K + k, mask=here, other=0)
-        v = _rows_at(rows, r, d, inside, D)
+        if rows is None:
+            v = _codes_at(codes, scales, r, tl.program_id(1) * BD, here, pitch, D, BT, BD, FP8)
+        else:
+            v = _rows_at(rows, r, d, inside, D)
         if ROUND:
             v, code, byte = _wire_round(v, ROUND, FP8)
             if codes is not None:
@@ -1508,9 +1571,9 @@ def _copies_kernel(rows, slot, gates, out, codes, scales, T, D: tl.constexpr, K:
 
 
 @jit
-def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, D: tl.constexpr,
-                            K: tl.constexpr, ROUND: tl.constexpr, BT: tl.constexpr,
-                            BD: tl.constexpr, FP8: tl.constexpr):
+def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, pitch,
+                            D: tl.constexpr, K: tl.constexpr, ROUND: tl.constexpr,
+                            BT: tl.constexpr, BD: tl.constexpr, FP8: tl.constexpr):
     """dgates[t, k] = <rows[slot[t, k]], dout[t]>, and drows[slot[t, k]] = gates[t, k] * dout[t],
     rounded where ROUND; rows are codes where they have scales."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -1526,12 +1589,7 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, D
             if scales is None:
                 v = _rows_at(rows, r, d, inside, D)
             else:
-                code = tl.load(rows + r[:, None] * D + d[None, :], mask=inside, other=0)
-                b = d0 // 32 + tl.arange(0, BD // 32)
-                byte = tl.load(scales + r[:, None] * (D // 32) + b[None, :],
-                               mask=here[:, None] & (b < D // 32)[None, :], other=0)
-                v = tl.reshape(_decode_e4m3(code, FP8), (BT, BD // 32, 32))
-                v = tl.reshape(v * _decode_e8m0(byte)[:, :, None], (BT, BD))
+                v = _codes_at(rows, scales, r, d0, here, pitch, D, BT, BD, FP8)
             product += v * g
             g = (g * gate).to(drows.dtype.element_ty).to(tl.float32)
             if ROUND:
@@ -1545,25 +1603,31 @@ def rounded_rows(x, index, fmt):
     return cast(x, fmt, index=index, dtype=x.dtype)
 
 
-def sum_of_copies(rows, slot, gates, fmt, keep=False):
-    """moe_comm.sum_of_copies. Rows rounded to MXFP8 are kept as codes."""
-    (R, D), (T, k), codes, scales = rows.shape, gates.shape, None, None
-    out = rows.new_empty(T, D)
-    if keep and fmt == "mxfp8":
-        codes = torch.empty(R, D, dtype=torch.uint8, device=rows.device)
-        scales = torch.empty(R, D // 32, dtype=torch.uint8, device=rows.device)
+def sum_of_copies(slot, rows, gates, fmt, dtype, keep=False):
+    """moe_comm.sum_of_copies. Rows that come in MXFP8 or are rounded to it are kept as codes."""
+    (T, k), device, codes, scales, pitch = gates.shape, gates.device, None, None, None
+    came = isinstance(rows, Quantized)
+    R, D = rows.codes.shape if came else rows.shape
+    out = torch.empty(T, D, dtype=dtype, device=device)
+    if came:
+        codes, scales, _, pitch = _parts(rows)
+    elif keep and fmt == "mxfp8":
+        codes = torch.empty(R, D, dtype=torch.uint8, device=device)
+        scales = torch.empty(R, D // 32, dtype=torch.uint8, device=device)
     _copies_kernel[_ceil(T, 4), _ceil(D, 256)](
-        rows.contiguous(), slot, gates, out, codes, scales, T, D=D, K=k, ROUND=fmt == "mxfp8",
-        BT=4, BD=256, FP8=_has_fp8(rows.device))
+        None if came else rows.contiguous(), slot, gates, out, codes, scales, T, pitch, D=D, K=k,
+        ROUND=fmt == "mxfp8", BT=4, BD=256, FP8=_has_fp8(device))
     return (out, (rows if codes is None else codes, scales)) if keep else out
 
 
 def copies_backward(dout, kept, slot, gates, fmt):
     """moe_comm.copies_backward. The gradient of a row without a copy stays undefined."""
     (rows, scales), (T, D) = kept, dout.shape
-    dgates, drows = torch.empty_like(gates), torch.empty_like(rows, dtype=dout.dtype)
+    dgates, drows = torch.empty_like(gates), dout.new_empty(rows.shape)
+    pitch = None if rows.is_contiguous() else rows.stride(0) // 4
     _copies_backward_kernel[_ceil(T, 4),](
-        rows, scales, slot, gates, dout.contiguous(), dgates, drows, T, D=D, K=gates.shape[1],
+        rows, scales, slot, gates, dout.contiguous(), dgates, drows, T, pitch, D=D,
+        K=gates.shape[1],
         ROUND=fmt == "mxfp8", BT=4, BD=256, FP8=_has_fp8(dout.device))
     return dgates, drows
 
@@ -1611,7 +1675,7 @@ def ops(device):
         return quant.REFERENCE
     native = dict(native=name == "native")
     return SimpleNamespace(swiglu=swiglu, swiglu_backward=swiglu_backward, quantize=quantize,
-                           cast=cast, weight_outer=weight_outer,
+                           cast=cast, payload=payload, weight_outer=weight_outer,
                            operand=partial(operand, **native),
                            operand_pair=partial(operand_pair, **native),
                            quantize_operand=partial(quantize_operand, **native),

@@ -191,27 +191,6 @@ def _route_in_group(experts, n_experts, group):
 
 
 # --------------------------------------------------------------------------------------------- wire
-def pack(x, fmt):
-    """Rows x [n, D] as the bytes that travel, uint8 [n, ..]: codes | scales | outer scale."""
-    if fmt == "bf16":                       # not rounded: the type of the activations
-        return x.contiguous().view(torch.uint8)
-    q = quant.backend_for(x).quantize(x, fmt)
-    return torch.cat([t.view(len(x), -1).view(torch.uint8) for t in q.tensors() if t is not None],
-                     1)
-
-
-def unpack(rows, fmt, width):
-    """The packed tensor of uint8 rows [n, ..] whose numbers are `width` to a row."""
-    f = quant.FORMATS[fmt]
-    sizes = (width, width // 32) if f.block == 32 else (width // 2, width // 16, 4)
-    codes, scales, *outer = (t.clone(memory_format=torch.contiguous_format)    # for its alignment
-                             for t in rows.split(sizes, 1))
-    if f.block == 32:
-        return quant.Quantized(fmt, codes.view(torch.float8_e4m3fn), scales)
-    return quant.Quantized(fmt, codes, scales.view(torch.float8_e4m3fn),
-                           outer[0].view(torch.float32)[:, 0])
-
-
 def all_to_all(rows, splits, group):
     """Send uint8 rows to the ranks of a group; returns those that arrive, at least one."""
     to, of = splits
@@ -223,11 +202,10 @@ def all_to_all(rows, splits, group):
 
 
 def send(x, fmt, index, splits, group):
-    """Rows x[index] in `fmt` to the ranks of a group; returns the values of those that arrive."""
-    rows = all_to_all(pack(x, fmt).index_select(0, index), splits, group)
-    if fmt == "bf16":
-        return rows.view(x.dtype)
-    return quant.backend_for(x).operand(unpack(rows, fmt, x.shape[1]), fmt, dtype=x.dtype)
+    """Rows x[index] in `fmt` to the ranks of a group; returns those that arrive, packed (or as they
+    were, "bf16")."""
+    rows = all_to_all(quant.backend_for(x).payload(x, fmt, index), splits, group)
+    return rows.view(x.dtype) if fmt == "bf16" else quant.from_payload(rows, fmt, x.shape[1])
 
 
 def rounded(x, fmt):
@@ -245,30 +223,36 @@ def outward(x, plan, fmt):
     """Tokens x [T, D] where their experts are, [M, D]: (values, which are still to be rounded to
     `fmt`, or None, packed or None)."""
     e = plan.exchange
-    if e is None and not quant.is_fp4(fmt):
-        return x, None
     if e is None:
-        return None, quant.backend_for(x).quantize(x, fmt)
-    if fmt == "bf16":
-        return send(x, fmt, e.tokens, e.token_splits, e.group), None
-    rows = all_to_all(pack(x, fmt).index_select(0, e.tokens), e.token_splits, e.group)
-    return None, unpack(rows, fmt, x.shape[1])
+        return (None, quant.backend_for(x).quantize(x, fmt)) if quant.is_fp4(fmt) else (x, None)
+    came = send(x, fmt, e.tokens, e.token_splits, e.group)
+    return (came, None) if fmt == "bf16" else (None, came)
 
 
 def homeward(y, plan, fmt):
-    """(expert rows y [R, D] where their tokens are: row plan.slot[copy] of the result, the format
-    to which they are still to be rounded)."""
+    """(expert rows y [R, D] where their tokens are, packed or not: row plan.slot[copy] of the
+    result, the format to which they are still to be rounded)."""
     e = plan.exchange
     return (y, fmt) if e is None else (send(y, fmt, e.back, e.copy_splits[::-1], e.group), "bf16")
 
 
+def copies_outward(dy, plan, fmt):
+    """Gradients dy [T*k, D] of all copies where their experts are, [R, D]."""
+    e = plan.exchange
+    came = send(dy, fmt, None, e.copy_splits, e.group)
+    if fmt == "bf16":
+        return came.index_select(0, e.place)
+    return quant.backend_for(dy).operand(came.select(e.place), fmt, dtype=dy.dtype)
+
+
 # ----------------------------------------------------------------------------- dispatch and combine
 @quant.has_kernel
-def sum_of_copies(rows, slot, gates, fmt, keep=False):
-    """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], rows rounded to `fmt` first,
-    summed in fp32; [T, D]. keep: also what copies_backward reads of the rows."""
-    (T, k), rows = gates.shape, rounded(rows, fmt)
-    out = (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(rows.dtype)
+def sum_of_copies(slot, rows, gates, fmt, dtype, keep=False):
+    """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], [T, D], summed in fp32. Rows
+    are packed, or rounded to `fmt` first. keep: also what copies_backward reads of them."""
+    (T, k), packed = gates.shape, isinstance(rows, quant.Quantized)
+    rows = rows.dequantize(dtype) if packed else rounded(rows, fmt)
+    out = (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(dtype)
     return (out, (rows,)) if keep else out
 
 
@@ -296,16 +280,16 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx, _):
-        (dx, fmt), slot = homeward(dx, ctx.plan, ctx.back), ctx.plan.slot
+        slot, (rows, fmt) = ctx.plan.slot, homeward(dx, ctx.plan, ctx.back)
         ones = torch.ones(ctx.tokens, slot.numel() // ctx.tokens, device=dx.device)
-        return sum_of_copies(dx, slot, ones, fmt), None, None, None              # [T, D]
+        return sum_of_copies(slot, rows, ones, fmt, dx.dtype), None, None, None  # [T, D]
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gates, plan, wire):
-        y, fmt = homeward(y, plan, wire)
-        out, kept = sum_of_copies(y, plan.slot, gates, fmt, keep=True)           # [T, D]
+        rows, fmt = homeward(y, plan, wire)
+        out, kept = sum_of_copies(plan.slot, rows, gates, fmt, y.dtype, keep=True)     # [T, D]
         ctx.save_for_backward(gates, *kept)
         ctx.plan, ctx.wire = plan, wire
         return out
@@ -316,10 +300,7 @@ class _Combine(torch.autograd.Function):
         (gates, *kept), e = ctx.saved_tensors, ctx.plan.exchange
         fmt = ctx.wire if e is None else "bf16"                  # the wire rounds what it carries
         dgates, dy = copies_backward(dout, kept, ctx.plan.slot, gates, fmt)      # [T, k], [R, D]
-        if e is not None:
-            everything = torch.arange(len(dy), device=dy.device)
-            dy = send(dy, ctx.wire, everything, e.copy_splits, e.group).index_select(0, e.place)
-        return dy, dgates, None, None
+        return dy if e is None else copies_outward(dy, ctx.plan, ctx.wire), dgates, None, None
 
 
 def dispatch(x, plan, wire="bf16", back="bf16"):
@@ -373,8 +354,9 @@ def lesson():
             parts = bytes_of_a_token(shape, 8, *wires)
             print(row.format(name, recipe, *(f"{n:,.0f}" for n in parts),
                              f"{sum(parts) / whole:.2f}x"))
-    print("\nOperations of the expert GEMMs for each byte on the link, forward and backward, and how "
-          "many\nof them a GPU does while the link carries a byte: above it, arithmetic decides\n")
+    print("\nOperations of the expert GEMMs for each byte on the link, forward and backward, and "
+          "how many\nof them a GPU does while the link carries a byte: above it, arithmetic "
+          "decides\n")
     row, spread = "{:<15}{:<7}" + "{:>10}" * 4 + "{:>12}" * 2, (2, 8, 24, 64)
     print(row.format("", "", *(f"{ep} ranks" for ep in spread), *MACHINES))
     for name, (D, F, E, k) in SHAPES.items():
@@ -386,7 +368,7 @@ def lesson():
                              *link))
 
 
-# ---------------------------------------------------------------------------- measured, on some GPUs
+# --------------------------------------------------------------------------- measured, on some GPUs
 def interleaved(functions, repeats=15):
     """Milliseconds of each function, `repeats` times in turn, on the GPU's clock."""
     times = [[] for _ in functions]
@@ -409,8 +391,8 @@ def measure(mesh, device):
     head = mesh.rank == 0
     row = "{:>5}{:>8}" + "{:>9}" * 9
     if head:
-        print(f"\n{size} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, n = 15, "
-              f"medians, ms; {E} experts, top-{k}, width {F}\n")
+        print(f"\n{size} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, "
+              f"n = 15, medians, ms; {E} experts, top-{k}, width {F}\n")
         print(row.format("", "", "bytes", "alone", "", "rounded,", "sent,", "decoded", "dispatch",
                          "+ GEMM +", "combine"))
         print(row.format("D", "tokens", *("bf16", "mxfp8", "nvfp4") * 3))
@@ -437,8 +419,12 @@ def round_trips(T, D, mesh, device):
     """The same with rounding before and decoding after it."""
     even, index = [T // mesh.ep] * mesh.ep, torch.randperm(T, device=device)
     x = torch.randn(T, D, device=device, dtype=torch.bfloat16)
+
+    def trip(fmt):
+        came = send(x, fmt, index, (even, even), mesh.experts)
+        return came if fmt == "bf16" else quant.backend_for(x).operand(came, fmt, dtype=x.dtype)
     for fmt in BITS:
-        yield partial(send, x, fmt, index, (even, even), mesh.experts)
+        yield partial(trip, fmt)
 
 
 def layers(T, k, w1, w2, E, mesh):
@@ -466,7 +452,8 @@ def main():
     if rank == 0:
         lesson()
         if device.type == "cpu" or world == 1:
-            print("\nTimes are measured where there are GPUs: torchrun --nproc_per_node N moe_comm.py")
+            print("\nTimes are measured where there are GPUs: "
+                  "torchrun --nproc_per_node N moe_comm.py")
     if device.type == "cuda" and world > 1:
         measure(Mesh(world, "cuda"), device)
     if world > 1:

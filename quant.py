@@ -507,6 +507,38 @@ RECIPES = {r.name: r for r in (
 )}
 
 
+def payload_parts(fmt, width):
+    """Bytes of a row's codes, scales and outer scale."""
+    if FORMATS[fmt].block == MXFP8.block:
+        return width, width // 32
+    return width // 2, width // 16, 4
+
+
+def payload_bytes(fmt, width):
+    return sum(payload_parts(fmt, width))
+
+
+def payload(x, fmt, index=None):
+    """Rows x[index] as the bytes that travel, uint8 [n, ..]: codes | scales | outer scale. "bf16"
+    means as they are."""
+    if fmt != "bf16":
+        parts = [t for t in quantize(x, fmt).tensors() if t is not None]
+        x = torch.cat([t.view(len(x), -1).view(torch.uint8) for t in parts], 1)
+    return (x if index is None else x.index_select(0, index)).contiguous().view(torch.uint8)
+
+
+def from_payload(rows, fmt, width):
+    """The packed tensor of uint8 rows whose numbers are `width` to a row: a view of them, where
+    outer scales lie at multiples of 4 bytes."""
+    codes, scales, *outer = rows.split(payload_parts(fmt, width), 1)
+    if not outer:
+        return Quantized(fmt, codes.view(torch.float8_e4m3fn), scales)
+    if width % 64:
+        outer[0] = outer[0].clone(memory_format=torch.contiguous_format)
+    return Quantized(fmt, codes, scales.view(torch.float8_e4m3fn),
+                     outer[0].view(torch.float32)[:, 0])
+
+
 # -------------------------------------------------------------------- the reference's GEMM operands
 # A backend is a namespace of functions: quantize, cast, weight_outer and those of this section.
 # kernels.py has the same ones for GPUs.
@@ -605,7 +637,8 @@ def swiglu(h):
     return (torch.nn.functional.silu(gate) * up).to(h.dtype)
 
 
-REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, weight_outer=weight_outer,
+REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, payload=payload,
+                            weight_outer=weight_outer,
                             operand=operand, quantize_operand=quantize_operand,
                             operand_pair=operand_pair, gemm=gemm, gemm_wgrad=gemm_wgrad)
 

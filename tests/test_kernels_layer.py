@@ -106,6 +106,24 @@ def test_choose(experts, k):
 
 
 @runs_kernels
+@pytest.mark.parametrize("D, k", [(128, 2), (384, 3)])
+def test_copies_that_came_packed_are_summed_as_they_are(D, k):
+    torch.manual_seed(0)
+    T = 9
+    slot, gates = torch.randperm(T * k), torch.rand(T, k)
+    y, dout = torch.randn(T * k, D).to(DTYPE), torch.randn(T, D).to(DTYPE)
+    q = moe_comm.quant.from_payload(moe_comm.quant.payload(y, "mxfp8"), "mxfp8", D)
+    out, kept = moe_comm.sum_of_copies(slot, q, gates, "bf16", y.dtype, keep=True)
+    wanted = moe_comm.copies_backward(dout, kept, slot, gates, "bf16")
+    q = moe_comm.quant.from_payload(moe_comm.quant.payload(y, "mxfp8").to(DEVICE), "mxfp8", D)
+    slot, gates, dout = (t.to(DEVICE) for t in (slot, gates, dout))
+    got, kept = kernels.sum_of_copies(slot, q, gates, "bf16", y.dtype, keep=True)
+    torch.testing.assert_close(got.cpu(), out, **CLOSE)
+    for a, b in zip(kernels.copies_backward(dout, kept, slot, gates, "bf16"), wanted):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-4)
+
+
+@runs_kernels
 @pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("D, k", [(96, 2), (320, 3)])
 def test_copies_are_summed_and_their_gradient_sent_back(wire, D, k):
@@ -115,10 +133,10 @@ def test_copies_are_summed_and_their_gradient_sent_back(wire, D, k):
     y, gates, dout = torch.randn(len(plan.copy), D), torch.rand(T, k), torch.randn(T, D)
     y[plan.slot[3], 40] = torch.nan                     # makes its block NaN, and only that
     y, dout = y.to(DTYPE), dout.to(DTYPE)
-    out, kept = moe_comm.sum_of_copies(y, plan.slot, gates, wire, keep=True)
+    out, kept = moe_comm.sum_of_copies(plan.slot, y, gates, wire, y.dtype, keep=True)
     dgates, dy = moe_comm.copies_backward(dout, kept, plan.slot, gates, wire)
     y, gates, dout, slot = (t.to(DEVICE) for t in (y, gates, dout, plan.slot))
-    got, kept = kernels.sum_of_copies(y, slot, gates, wire, keep=True)
+    got, kept = kernels.sum_of_copies(slot, y, gates, wire, y.dtype, keep=True)
     got_dgates, got_dy = kernels.copies_backward(dout, kept, slot, gates, wire)
     torch.testing.assert_close(got.cpu(), out, equal_nan=True, **CLOSE)
     torch.testing.assert_close(got_dgates.cpu(), dgates, equal_nan=True, rtol=1e-4, atol=1e-4)

@@ -292,6 +292,27 @@ def test_operands_of_weights_are_written_in_place(recipe, native, monkeypatch):
 
 
 @runs_kernels
+@FORMATS
+@pytest.mark.parametrize("cols, count", [(128, 9), (128, 1), (384, 40), (640, 37)])
+def test_payload_rows_are_codes_scales_and_outer_scales_side_by_side(fmt, cols, count):
+    x = hard_numbers(cols, rows=8).bfloat16()
+    index = torch.randint(0, len(x), (count,), generator=torch.Generator().manual_seed(1))
+    wanted, dtype = quant.payload(x, fmt, index), torch.float32
+    rows = kernels.payload(x.to(DEVICE), fmt, index.to(DEVICE))
+    assert torch.equal(rows.cpu(), wanted)
+    assert torch.equal(kernels.payload(x.to(DEVICE), fmt).cpu(), quant.payload(x, fmt))
+    q, values = quant.from_payload(rows, fmt, cols), quant.cast(x.float(), fmt)[index]
+    assert_same_values(kernels.cast(q, fmt, dtype=dtype), values)
+    again = torch.arange(len(q.codes) - 1, -1, -1, device=DEVICE)
+    lazy = dataclasses.replace(q, index=again)
+    assert_same_values(kernels.cast(lazy, fmt, dtype=dtype), values.flip(0))
+
+
+def assert_same_values(got, wanted):
+    torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@runs_kernels
 def test_ablations_fall_back_to_the_reference():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(7)).bfloat16()
     for fmt in ("nvfp4_46", "nvfp4_tensor", "nvfp4_tile"):

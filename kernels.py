@@ -168,7 +168,8 @@ def _to_grid(y, draw, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl
 @jit
 def _e4m3(y, draw, STOCHASTIC: tl.constexpr, FP8: tl.constexpr):
     """(value, code) of |y| <= 448, both signed. FP8: the GPU's own conversion, which rounds alike;
-    the interpreter's does not, and GPUs before 8.9 have none."""
+    the interpreter's does not, and GPUs before 8.9 have none. Where a thread has four numbers or
+    more and both results are used, Triton 3.6 can give wrong values for half of them: not FP8."""
     if FP8 and not STOCHASTIC:
         q = y.to(tl.float8e4nv)
         return q.to(tl.float32), q.to(tl.uint8, bitcast=True)
@@ -407,7 +408,7 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
         if FMT == "mxfp8":
             if codes is not None:
                 y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(x))
-            v, code = _e4m3(y, u, STOCHASTIC, FP8)
+            v, code = _e4m3(y, u, STOCHASTIC, FP8 and (codes is None or values is None))
         else:
             v, code = _e2m1(tl.minimum(tl.abs(y), limit), u, STOCHASTIC)
             v = _float(_bits(v) | _sign(x))
@@ -1513,7 +1514,7 @@ def choose(logits, bias, top_k, scale):
 
 
 @jit
-def _wire_round(v, ROUND: tl.constexpr, FP8: tl.constexpr):
+def _wire_round(v, FP8: tl.constexpr):
     """(v [A, B] rounded to MXFP8, its codes, its scales [A, B/32])."""
     A: tl.constexpr = v.shape[0]
     B: tl.constexpr = v.shape[1]
@@ -1558,7 +1559,7 @@ def _copies_kernel(rows, slot, gates, out, codes, scales, T, pitch, D: tl.conste
         else:
             v = _rows_at(rows, r, d, inside, D)
         if ROUND:
-            v, code, byte = _wire_round(v, ROUND, FP8)
+            v, code, byte = _wire_round(v, FP8 and codes is None)
             if codes is not None:
                 tl.store(codes + r[:, None] * D + d[None, :], code.to(tl.uint8), mask=inside)
                 b = tl.program_id(1) * (BD // 32) + tl.arange(0, BD // 32)
@@ -1593,7 +1594,7 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, p
             product += v * g
             g = (g * gate).to(drows.dtype.element_ty).to(tl.float32)
             if ROUND:
-                g, _, _ = _wire_round(g, ROUND, FP8)
+                g, _, _ = _wire_round(g, FP8)
             tl.store(drows + r[:, None] * D + d[None, :], g.to(drows.dtype.element_ty), mask=inside)
         tl.store(dgates + t * K + k, tl.sum(product, 1), mask=here)
 

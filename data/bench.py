@@ -113,23 +113,34 @@ def gpu_step(run, i, rows, ones):
     return start.elapsed_time(end)
 
 
-def measure_gpu(model, precision, repeats):
-    device = torch.device("cuda")
-    torch.cuda.reset_peak_memory_stats()
-    run = random_run(model, precision, device)
-    cfg = run.cfg
-    rows = torch.randint(0, 256, (cfg.batch, cfg.seq_len + 1), device=device)
-    ones = torch.ones_like(rows)
-    times = [gpu_step(run, i, rows, ones) for i in range(repeats + 5)][5:]
-    q = statistics.quantiles(times, n=4)
-    speed = cfg.batch * cfg.seq_len / q[1] * 1e3
+def measure_gpu(model, precisions, repeats):
+    """Train a model in each precision, a step of each in turn."""
+    device, runs, memory = torch.device("cuda"), {}, {}
+    for precision in precisions:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        runs[precision] = run = random_run(model, precision, device)
+        rows = torch.randint(0, 256, (run.cfg.batch, run.cfg.seq_len + 1), device=device)
+        ones = torch.ones_like(rows)
+        for i in range(5):                                  # warm up and capture
+            gpu_step(run, i, rows, ones)
+        memory[precision] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
+    times = {precision: [] for precision in runs}
+    for i in range(repeats):
+        for precision, run in runs.items():
+            times[precision].append(gpu_step(run, 5 + i, rows, ones))
     total, active = run.model.parameters_active()
-    print(f"{model} {precision:6s} {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active: "
-          f"{q[1]:.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}, n={repeats}), "
-          f"{speed / 1e3:.0f}k tokens/s, "
-          f"{speed * run.model.flops_per_token() / 989e12:.1%} of 989 TFLOP/s, peak memory "
-          f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB", flush=True)
-    return run
+    print(f"{model}: {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active, "
+          f"{run.cfg.batch} x {run.cfg.seq_len} tokens a step, n={repeats}", flush=True)
+    for precision in runs:
+        q = statistics.quantiles(times[precision], n=4)
+        speed = run.cfg.batch * run.cfg.seq_len / q[1] * 1e3
+        over = ("" if precision == "bf16" or "bf16" not in runs else
+                f", over bf16 {ratio(times[precision], times['bf16'])}")
+        print(f"{precision:7s}{q[1]:7.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}), {speed / 1e3:.0f}k "
+              f"tokens/s, {speed * run.model.flops_per_token() / 989e12:.1%} of 989 TFLOP/s, peak "
+              f"memory {memory[precision]:.1f} GiB{over}", flush=True)
+    return runs
 
 
 @torch.no_grad()
@@ -184,8 +195,9 @@ def main():
         for precision in args.generate:
             measure_generation(precision, 5)
         for model in args.models:
-            for precision in args.precisions:
-                measure_gpu(model, precision, args.repeats)
+            # Of model B only one fits: no ratios measured side by side.
+            for precisions in [args.precisions] if model == "A" else [[p] for p in args.precisions]:
+                measure_gpu(model, precisions, args.repeats)
                 gc.collect()                # a run and its captured step refer to each other
                 torch.cuda.empty_cache()
         return

@@ -193,7 +193,7 @@ def main():
     args = parser.parse_args()
     if torch.cuda.is_available():
         for precision in args.generate:
-            measure_generation(precision, 5)
+            measure_generation(precision, 3)
         for model in args.models:
             # Of model B only one fits: no ratios measured side by side.
             for precisions in [args.precisions] if model == "A" else [[p] for p in args.precisions]:

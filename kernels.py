@@ -136,6 +136,18 @@ def _number(n):
 
 
 @jit
+def _sigmoid(x):
+    """1 / (1 + e^-x), to an ulp or two: what the compiler adds for denormals is of no use here."""
+    if INTERPRETED:
+        return 1 / (1 + tl.exp(-x))
+    return tl.inline_asm_elementwise("""{ .reg .f32 e;
+        ex2.approx.ftz.f32 e, $1;
+        add.f32 e, e, 0f3F800000;
+        rcp.approx.ftz.f32 $0, e; }""", "=f,f", [x * -1.4426950408889634], dtype=tl.float32,
+        is_pure=True, pack=1)
+
+
+@jit
 def _sign(x):
     return _bits(x) & -0x80000000
 
@@ -300,7 +312,15 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
     elif SOURCE == "swiglu":                               # rounded to bf16, as by _swiglu_kernel
         gate = _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
         up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
-        return _bf16(gate * (1 / (1 + tl.exp(-gate))) * up)
+        return _bf16(gate * _sigmoid(gate) * up)
+    elif SOURCE == "hidden":            # half of the gradient of [gate | up], as by _swiglu_kernel
+        F: tl.constexpr = K // 2
+        j = tl.multiple_of(k0 % F, BK)
+        gate = _load_bf16(x, at, F, j, BM, BK, F, EVEN, WIDE)
+        up = _load_bf16(x + F // 2, at, F, j, BM, BK, F, EVEN, WIDE)
+        d = _load_bf16(scales, at, F // 2, j, BM, BK, F, EVEN, WIDE)
+        sigmoid = _sigmoid(gate)
+        return _bf16(d * sigmoid * tl.where(k0 < F, up * (1 + gate * (1 - sigmoid)), gate))
     elif SOURCE == "mxfp8":
         width, step = _row_width(K, stride), _row_width(K // 32, stride)
         v = _decode_e4m3(_gather(x, at, width, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
@@ -474,15 +494,16 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
                   row_codes, row_scales, row_blocked, row_values,
                   col_codes, col_scales, col_blocked, col_values,
                   E, R, stride, pitch, groups, K: tl.constexpr, SOURCE: tl.constexpr,
-                  ROW: tl.constexpr, COL: tl.constexpr, STOCHASTIC: tl.constexpr, OUTER: tl.constexpr,
+                  ROW: tl.constexpr, COL: tl.constexpr, STOCHASTIC: tl.constexpr,
+                  OUTER: tl.constexpr,
                   WIDTH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
                   EVEN: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr):
     """Read rows of x [E, R, K] once; write them rounded along K (format ROW), R (COL) or both.
 
     A program has CHUNKS times BK columns and goes down the rows, BM at a time. x is a tensor, [gate
-    | up] halves, or a packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by
-    expert, padding counts as zero. OUTER: "own" computes each row's outer scale and stores it,
-    "given" loads it.
+    | up] halves, their gradient to be made, or a packed tensor (SOURCE). index: row of x for each
+    row. counts: x is sorted by expert, padding counts as zero. OUTER: "own" computes each row's
+    outer scale and stores it, "given" loads it. pitch: as in _row_width, of the rows written.
     """
     ACROSS: tl.constexpr = (K + CHUNKS * BK - 1) // (CHUNKS * BK)
     WIDE: tl.constexpr = COL is None and ROW != "bf16"
@@ -635,6 +656,9 @@ def _parts(q):
 
 def _source(x, swiglu):
     """What the kernel reads: (kind, numbers, scales, outer, stride of a row, shape as numbers)."""
+    if isinstance(x, quant.Hidden):
+        h, d = (t.contiguous().view(torch.int32) for t in (x.h, x.d))
+        return "hidden", h, d, None, 0, tuple(x.h.shape)
     if isinstance(x, Quantized):
         kind = "nvfp4" if quant.is_fp4(x.fmt) else "mxfp8"
         shape = (*x.codes.shape[:-1], x.scales.shape[-1] * FORMATS[x.fmt].block)
@@ -1223,14 +1247,15 @@ def _swiglu_kernel(h, dy, out, size, F: tl.constexpr, BLOCK: tl.constexpr):
     at = i // F * (2 * F) + i % F
     gate = tl.load(h + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(h + at + F, mask=inside, other=0).to(tl.float32)
-    sigmoid = 1 / (1 + tl.exp(-gate))
+    sigmoid = _sigmoid(gate)
     if dy is None:
         tl.store(out + i, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
     else:
         d = tl.load(dy + i, mask=inside, other=0).to(tl.float32)
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + at, (d * up * slope).to(out.dtype.element_ty), mask=inside)
-        tl.store(out + at + F, (d * gate * sigmoid).to(out.dtype.element_ty), mask=inside)
+        d *= sigmoid
+        dgate = d * (up * (1 + gate * (1 - sigmoid)))
+        tl.store(out + at, dgate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + F, (d * gate).to(out.dtype.element_ty), mask=inside)
 
 
 def _swiglu(h, dy, out):
@@ -1440,7 +1465,7 @@ def norm_rope(x, weight, cos, sin, eps):
 
 @jit
 def _choose_kernel(logits, bias, experts, gates, dgates, dlogits, N, E, scale, K: tl.constexpr,
-                   ROWS: tl.constexpr, WIDTH: tl.constexpr):
+                   SLOTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The K largest of sigmoid(logits) + bias and their gates; given dgates, the gradient."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)[None, :]
@@ -1451,31 +1476,29 @@ def _choose_kernel(logits, bias, experts, gates, dgates, dlogits, N, E, scale, K
     if dgates is None:
         key = score + tl.load(bias + col, mask=col < E, other=0)
         key = tl.where(col < E, key, float("-inf"))
-    total = tl.zeros((ROWS,), tl.float32)
-    flow = tl.zeros((ROWS,), tl.float32)
-    for k in tl.static_range(K):
-        if dgates is None:
-            chosen = tl.minimum(tl.argmax(key, 1), E - 1)          # E - 1: where all are NaN
-            key = tl.where(col == chosen[:, None], float("-inf"), key)
-            tl.store(experts + row * K + k, chosen.to(tl.int64), mask=here)
-        else:
-            chosen = tl.load(experts + row * K + k, mask=here, other=0)
-        gate = tl.sum(tl.where(col == chosen[:, None], score, 0.0), 1)
-        total += gate
-        if dgates is None:
-            tl.store(gates + row * K + k, gate, mask=here)
-        else:
-            flow += gate * tl.load(dgates + row * K + k, mask=here, other=0)
+    slot = tl.arange(0, SLOTS)[None, :]
+    picked = here[:, None] & (slot < K)
+    at = row[:, None] * K + slot
     if dgates is None:
+        gate, index = tl.zeros((ROWS, SLOTS), tl.float32), tl.zeros((ROWS, SLOTS), tl.int32)
         for k in tl.static_range(K):
-            at = gates + row * K + k
-            tl.store(at, tl.load(at, mask=here) / total * scale, mask=here)
-    else:                                 # d score = (dgate - sum of gates * dgates) / sum of gates
-        d = tl.zeros((ROWS, WIDTH), tl.float32)
+            best = tl.minimum(tl.argmax(key, 1), E - 1)[:, None]       # E - 1: where all are NaN
+            index = tl.where(slot == k, best, index)
+            gate = tl.where(slot == k, tl.sum(tl.where(col == best, score, 0.0), 1)[:, None], gate)
+            key = tl.where(col == best, float("-inf"), key)
+        tl.store(experts + at, index.to(tl.int64), mask=picked)
+        tl.store(gates + at, gate / tl.sum(gate, 1)[:, None] * scale, mask=picked)
+    else:                        # d score = (dgate - sum of gates * dgates) / sum of scores
+        dgate = tl.load(dgates + at, mask=picked, other=0)
+        index = tl.load(experts + at, mask=picked, other=-1)
+        chosen, d = tl.zeros((ROWS, WIDTH), tl.int32), tl.zeros((ROWS, WIDTH), tl.float32)
         for k in tl.static_range(K):
-            chosen = tl.load(experts + row * K + k, mask=here, other=0)
-            dgate = tl.load(dgates + row * K + k, mask=here, other=0)
-            d = tl.where(col == chosen[:, None], ((dgate - flow / total) / total)[:, None], d)
+            mine = col == tl.sum(tl.where(slot == k, index, 0), 1)[:, None]
+            chosen = tl.where(mine, 1, chosen)
+            d = tl.where(mine, tl.sum(tl.where(slot == k, dgate, 0.0), 1)[:, None], d)
+        score = tl.where(chosen > 0, score, 0.0)
+        total = tl.sum(score, 1)[:, None]
+        d = tl.where(chosen > 0, (d - tl.sum(d * score, 1)[:, None] / total) / total, 0.0)
         d *= score * (1 - score) * scale
         tl.store(dlogits + row[:, None] * E + col, d, mask=inside)
 
@@ -1487,7 +1510,8 @@ class _Choose(torch.autograd.Function):
         width = triton.next_power_of_2(E)
         tile = max(1, 1024 // width)
         _choose_kernel[_ceil(N, tile),](logits, bias, experts, gates, dgates, dlogits, N, E, scale,
-                                        K=experts.shape[1], ROWS=tile, WIDTH=width)
+                                        K=(k := experts.shape[1]), ROWS=tile, WIDTH=width,
+                                        SLOTS=triton.next_power_of_2(k))
 
     @staticmethod
     def forward(ctx, logits, bias, top_k, scale):

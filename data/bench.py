@@ -2,8 +2,8 @@
 
 On a CPU, `python data/bench.py` interleaves the steps of `python train.py` (preset tiny), so that a
 noisy machine disturbs all alike: the mixture against a dense model of equal active FLOPs, and each
-precision against bf16. On a GPU it trains models A and B on random bytes, and generates; on several,
-`torchrun --nproc_per_node N data/bench.py --models B --ep 1 N`, with experts spread over --ep.
+precision against bf16. On a GPU it trains models A and B on random bytes, and generates; on
+several, `torchrun --nproc_per_node N data/bench.py --models B --ep 1 N`, with experts spread over --ep.
 """
 import argparse
 import functools
@@ -122,25 +122,43 @@ def gpu_step(run, i, rows, ones):
     return start.elapsed_time(end)
 
 
-def measure_gpu(model, precision, repeats, device, ep=1):
-    torch.cuda.reset_peak_memory_stats()
-    run = random_run(model, precision, device, ep)
-    cfg, (rank, world) = run.cfg, who()
-    torch.manual_seed(rank)
-    rows = torch.randint(0, 256, (cfg.batch // world, cfg.seq_len + 1), device=device)
-    ones = torch.ones_like(rows)
-    times = [gpu_step(run, i, rows, ones) for i in range(repeats + 5)][5:]
-    q = statistics.quantiles(times, n=4)
-    speed = cfg.batch * cfg.seq_len / q[1] * 1e3
-    total, active = run.model.parameters_active()
-    many = f"{world} GPUs, experts over {ep}, " if world > 1 else ""
-    share = speed * run.model.flops_per_token() / 989e12 / world
+def measure_gpu(model, precisions, repeats, device, ep=1):
+    """Train a model in each precision, a step of each in turn."""
+    (rank, world), runs, memory = who(), {}, {}
+    for precision in precisions:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        runs[precision] = run = random_run(model, precision, device, ep)
+        torch.manual_seed(rank)
+        rows = torch.randint(0, 256, (run.cfg.batch // world, run.cfg.seq_len + 1), device=device)
+        ones = torch.ones_like(rows)
+        for i in range(5):                                  # warm up and capture
+            gpu_step(run, i, rows, ones)
+        memory[precision] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
+    times = {precision: [] for precision in runs}
+    for i in range(repeats):
+        for precision, run in runs.items():
+            times[precision].append(gpu_step(run, 5 + i, rows, ones))
     if rank == 0:
-        print(f"{model} {precision:6s} {many}{total / 1e6:.0f}M parameters, {active / 1e6:.0f}M "
-              f"active: {q[1]:.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}, n={repeats}), "
-              f"{speed / 1e3:.0f}k tokens/s, {share:.1%} of 989 TFLOP/s, peak memory "
-              f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB", flush=True)
-    return run
+        report(model, runs, times, memory, world, ep)
+    return runs
+
+
+def report(model, runs, times, memory, world, ep):
+    cfg, model_of_all = next(iter(runs.values())).cfg, next(iter(runs.values())).model
+    total, active = model_of_all.parameters_active()
+    many = f", {world} GPUs, experts over {ep}" if world > 1 else ""
+    print(f"{model}: {total / 1e6:.0f}M parameters, {active / 1e6:.0f}M active, "
+          f"{cfg.batch} x {cfg.seq_len} tokens a step, n={len(next(iter(times.values())))}{many}")
+    for precision in runs:
+        q = statistics.quantiles(times[precision], n=4)
+        speed = cfg.batch * cfg.seq_len / q[1] * 1e3
+        share = speed * model_of_all.flops_per_token() / 989e12 / world
+        over = ("" if precision == "bf16" or "bf16" not in runs else
+                f", over bf16 {ratio(times[precision], times['bf16'])}")
+        print(f"{precision:7s}{q[1]:7.1f} ms a step ({q[0]:.1f} to {q[2]:.1f}), {speed / 1e3:.0f}k "
+              f"tokens/s, {share:.1%} of 989 TFLOP/s, peak memory {memory[precision]:.1f} "
+              f"GiB{over}", flush=True)
 
 
 @torch.no_grad()
@@ -195,11 +213,13 @@ def main():
     if torch.cuda.is_available():
         device = join(torch.device("cuda"))
         for precision in args.generate if who()[1] == 1 else ():
-            measure_generation(precision, 5)
-        for model, precision, ep in itertools.product(args.models, args.precisions, args.ep):
-            measure_gpu(model, precision, args.repeats, device, ep)
-            gc.collect()                    # a run and its captured step refer to each other
-            torch.cuda.empty_cache()
+            measure_generation(precision, 3)
+        for model, ep in itertools.product(args.models, args.ep):
+            # Of model B only one fits: no ratios measured side by side.
+            for precisions in [args.precisions] if model == "A" else [[p] for p in args.precisions]:
+                measure_gpu(model, precisions, args.repeats, device, ep)
+                gc.collect()                # a run and its captured step refer to each other
+                torch.cuda.empty_cache()
         if dist.is_initialized():
             dist.destroy_process_group()
         return

@@ -136,18 +136,6 @@ def _number(n):
 
 
 @jit
-def _sigmoid(x):
-    """1 / (1 + e^-x), to an ulp or two: what the compiler adds for denormals is of no use here."""
-    if INTERPRETED:
-        return 1 / (1 + tl.exp(-x))
-    return tl.inline_asm_elementwise("""{ .reg .f32 e;
-        ex2.approx.ftz.f32 e, $1;
-        add.f32 e, e, 0f3F800000;
-        rcp.approx.ftz.f32 $0, e; }""", "=f,f", [x * -1.4426950408889634], dtype=tl.float32,
-        is_pure=True, pack=1)
-
-
-@jit
 def _sign(x):
     return _bits(x) & -0x80000000
 
@@ -312,15 +300,7 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
     elif SOURCE == "swiglu":                               # rounded to bf16, as by _swiglu_kernel
         gate = _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
         up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
-        return _bf16(gate * _sigmoid(gate) * up)
-    elif SOURCE == "hidden":            # half of the gradient of [gate | up], as by _swiglu_kernel
-        F: tl.constexpr = K // 2
-        j = tl.multiple_of(k0 % F, BK)
-        gate = _load_bf16(x, at, F, j, BM, BK, F, EVEN, WIDE)
-        up = _load_bf16(x + F // 2, at, F, j, BM, BK, F, EVEN, WIDE)
-        d = _load_bf16(scales, at, F // 2, j, BM, BK, F, EVEN, WIDE)
-        sigmoid = _sigmoid(gate)
-        return _bf16(d * sigmoid * tl.where(k0 < F, up * (1 + gate * (1 - sigmoid)), gate))
+        return _bf16(gate * (1 / (1 + tl.exp(-gate))) * up)
     elif SOURCE == "mxfp8":
         width, step = _row_width(K, stride), _row_width(K // 32, stride)
         v = _decode_e4m3(_gather(x, at, width, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
@@ -501,9 +481,9 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
     """Read rows of x [E, R, K] once; write them rounded along K (format ROW), R (COL) or both.
 
     A program has CHUNKS times BK columns and goes down the rows, BM at a time. x is a tensor, [gate
-    | up] halves, their gradient to be made, or a packed tensor (SOURCE). index: row of x for each
-    row. counts: x is sorted by expert, padding counts as zero. OUTER: "own" computes each row's
-    outer scale and stores it, "given" loads it. pitch: as in _row_width, of the rows written.
+    | up] halves, or a packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by
+    expert, padding counts as zero. OUTER: "own" computes each row's outer scale and stores it,
+    "given" loads it. pitch: as in _row_width, of the rows that are written.
     """
     ACROSS: tl.constexpr = (K + CHUNKS * BK - 1) // (CHUNKS * BK)
     WIDE: tl.constexpr = COL is None and ROW != "bf16"
@@ -656,9 +636,6 @@ def _parts(q):
 
 def _source(x, swiglu):
     """What the kernel reads: (kind, numbers, scales, outer, stride of a row, shape as numbers)."""
-    if isinstance(x, quant.Hidden):
-        h, d = (t.contiguous().view(torch.int32) for t in (x.h, x.d))
-        return "hidden", h, d, None, 0, tuple(x.h.shape)
     if isinstance(x, Quantized):
         kind = "nvfp4" if quant.is_fp4(x.fmt) else "mxfp8"
         shape = (*x.codes.shape[:-1], x.scales.shape[-1] * FORMATS[x.fmt].block)
@@ -1247,15 +1224,14 @@ def _swiglu_kernel(h, dy, out, size, F: tl.constexpr, BLOCK: tl.constexpr):
     at = i // F * (2 * F) + i % F
     gate = tl.load(h + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(h + at + F, mask=inside, other=0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
+    sigmoid = 1 / (1 + tl.exp(-gate))
     if dy is None:
         tl.store(out + i, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
     else:
         d = tl.load(dy + i, mask=inside, other=0).to(tl.float32)
-        d *= sigmoid
-        dgate = d * (up * (1 + gate * (1 - sigmoid)))
-        tl.store(out + at, dgate.to(out.dtype.element_ty), mask=inside)
-        tl.store(out + at + F, (d * gate).to(out.dtype.element_ty), mask=inside)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + at, (d * up * slope).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + F, (d * gate * sigmoid).to(out.dtype.element_ty), mask=inside)
 
 
 def _swiglu(h, dy, out):

@@ -249,10 +249,12 @@ class Layer(nn.Module):
             self.load += plan.load
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
-        came = {"x"} if xq is None and g.wire == "mxfp8" else set()
-        comes = {"dy"} if wire == g.dy else set()
-        y = quant.mlp(xe, self.w1, self.w2, plan.counts, g, weights=(weights["w1"], weights["w2"]),
-                      xq=xq, rounded=came | comes, seed=seed, rows=ids)
+        h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
+                                 rounded=("x",) if xq is None and g.wire == "mxfp8" else (),
+                                 seed=quant.fold(seed, 1))
+        y = quant.grouped_linear(h, self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
+                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2),
+                                 swiglu=True)
         return moe_comm.combine(y, gates, plan, wire)
 
     def forward(self, x, deltas, weights, positions, cos, sin, cache, seed, first_token):

@@ -784,12 +784,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        dx, dw, h = _Linear.gradients(ctx, dy)
-        return dx if h is None else backend_for(dx).swiglu_backward(h, dx), dw, *[None] * 8
-
-    @staticmethod
-    def gradients(ctx, dy):
-        """(that of X, that of W, [gate | up] of which X was made or None)."""
         counts, rows, h, *kept = ctx.saved_tensors
         g, b, seed = ctx.g, backend_for(dy), ctx.seed
         x, gated = kept[0], ctx.gated
@@ -801,43 +795,7 @@ class _Linear(torch.autograd.Function):
         x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=ctx.dtype,     # [R, K] along T
                           rounding=g.rounding, seed=fold(seed, 2), rows=rows, **gated)
         dw = b.gemm_wgrad(dy_col, x_col, counts_t)                                  # [E, N, K]
-        return dx, dw, h
-
-
-@dataclass
-class Hidden:
-    """The gradient of h = [gate | up] that kernels are still to make, of h and d swiglu(h)."""
-    h: torch.Tensor
-    d: torch.Tensor
-
-    @property
-    def device(self):
-        return self.h.device
-
-
-class _Kept:
-    """Autograd's context of a layer inside of another function."""
-    def save_for_backward(self, *tensors):
-        self.saved_tensors = tensors
-
-
-class _MLP(torch.autograd.Function):
-    """Two _Linears with SwiGLU between. The gradient there is rounded where it is made."""
-
-    @staticmethod
-    def forward(ctx, x, w1, w2, first, second):
-        ctx.kept = _Kept(), _Kept()
-        h = _Linear.forward(ctx.kept[0], x, w1, *first)                             # [R, 2F]
-        return _Linear.forward(ctx.kept[1], h, w2, *second)                         # [R, N]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (first, second), ctx.kept = ctx.kept, None      # autograd frees only what it saved itself
-        da, dw2, h = _Linear.gradients(second, dy)                                  # [R, F]
-        del second, dy
-        dx, dw1, _ = _Linear.gradients(first, Hidden(h, da))
-        return dx, dw1, dw2, None, None
+        return dx if h is None else b.swiglu_backward(h, dx), dw, *[None] * 8
 
 
 def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
@@ -865,9 +823,9 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
     rounded, a GPU never writes it otherwise. Differentiable in x and w. Raises ValueError on a bad
     shape.
     """
-    g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
-    if swiglu and not _has_kernels(x, g):
-        x, swiglu = backend_for(x).swiglu(x), False
+    g, b = RECIPES[recipe].experts if isinstance(recipe, str) else recipe, backend_for(x)
+    if swiglu and (b is REFERENCE or g.hadamard or not {g.x, g.back} <= {"mxfp8", "nvfp4"}):
+        x, swiglu = b.swiglu(x), False
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2] * (1 + swiglu):
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: "
                          "[R, K] and [E, N, K]")
@@ -878,26 +836,6 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
     if weight is None:
         weight = prepare(w, g, fold(seed, 3), x.dtype)
     return _Linear.apply(x, w, weight, xq, rounded, counts, g, seed, rows, swiglu)
-
-
-def _has_kernels(x, g):
-    """Does a GPU round x as `g` says while it makes it?"""
-    return (backend_for(x) is not REFERENCE and not g.hadamard
-            and {g.x, g.back, g.dy} <= {"mxfp8", "nvfp4"})
-
-
-def mlp(x, w1, w2, counts, g, *, weights, xq=None, rounded=(), seed=0, rows=None):
-    """grouped_linear by w2 [E, N, F] of swiglu of grouped_linear by w1 [E, 2F, K]. weights: what
-    was prepare()d of both; rounded: of "x" and the result's "dy"; else as there."""
-    came, comes = (tuple({name} & set(rounded)) for name in ("x", "dy"))
-    seeds = fold(seed, 1), fold(seed, 2)
-    if _has_kernels(x, g) and g.dy == "mxfp8" and w2.shape[2] % 128 == 0:
-        return _MLP.apply(x, w1, w2, (weights[0], xq, came, counts, g, seeds[0], rows, False),
-                          (weights[1], None, comes, counts, g, seeds[1], rows, True))
-    h = grouped_linear(x, w1, counts, g, weight=weights[0], xq=xq, rounded=came, seed=seeds[0],
-                       rows=rows)
-    return grouped_linear(h, w2, counts, g, weight=weights[1], rounded=comes, seed=seeds[1],
-                          rows=rows, swiglu=True)
 
 
 def linear(x, w, recipe, *, weight=None, seed=0, rows=None, swiglu=False):

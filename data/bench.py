@@ -3,7 +3,8 @@
 On a CPU, `python data/bench.py` interleaves the steps of `python train.py` (preset tiny), so that a
 noisy machine disturbs all alike: the mixture against a dense model of equal active FLOPs, and each
 precision against bf16. On a GPU it trains models A and B on random bytes, and generates; on
-several, `torchrun --nproc_per_node N data/bench.py --models B --ep 1 N`, with experts spread over --ep.
+several, `torchrun --nproc_per_node N data/bench.py --models B --ep 1 N`, with experts spread over
+--ep.
 """
 import argparse
 import functools
@@ -181,8 +182,10 @@ def measure_generation(precision, repeats, batch=512, new=256, copy=4.24e12):
     prompt = torch.randint(0, 256, (batch, 16), device="cuda")
     graphed, eager = (Decoder(model, batch, prompt.shape[1] + new, 1.0, 0) for _ in range(2))
     eager.replay = None
+    for decoder in (graphed, eager):
+        seconds_to_generate(decoder, prompt, 8)                 # warm up and capture
     times = [[seconds_to_generate(d, prompt, new) for d in (graphed, eager)]
-             for _ in range(repeats + 1)][1:]
+             for _ in range(repeats)]
     fast, slow = zip(*times)
     token = statistics.median(fast) / new
     weights = [(name, t.nbytes) for layer in model.operands for name, w in layer.items()

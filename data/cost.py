@@ -221,7 +221,7 @@ def h200_step(m, precision="bf16"):
     parts = {"expert GEMMs": experts / RATES["experts"], "other GEMMs": dense / RATES["dense"],
              "attention": attention / RATES["attention"], "SwiGLU": rows * swiglu / RATES["swiglu"],
              "AdamW": n * 28 / RATES["adamw"],                      # p, m, v both ways, g
-             "clip, cast": n * 18 / RATES["copy"],                  # g three times; p to bf16
+             "clip, cast": n * 10 / RATES["copy"],                  # g for its norm; p to bf16
              "passes": rows * passes / (PASSES * RATES["copy"]),
              "small kernels": LAUNCHES * m["layers"]}
     if precision != "bf16":

@@ -149,17 +149,23 @@ PRETRAIN, RL, EVAL = 1, 2, 3            # labels that keep the seeds of the stag
 
 class Refused(Exception):
     """Input that the program does not take; its text is the one sentence to print."""
+    code = 2
+
+
+class Failed(Refused):
+    """What went wrong while a run was at work: a loss that is no number, a full disk."""
+    code = 1
 
 
 # ---------------------------------------------------------------------------------------------- run
 class Run:
     """What a stage works on: the model, its optimizer, the data, the log and where it stands. Each
-    process has one; the first of them, the head, speaks and writes."""
+    process has one; that of the first one leads: it speaks and writes."""
 
     def __init__(self, cfg, device):
         self.cfg, self.device, self.out = cfg, device, Path(cfg.out)
         self.mesh = Mesh(cfg.ep, device.type)
-        self.head = self.mesh.rank == 0
+        self.leads = self.mesh.rank == 0
         self.corpus, self.task = None, find_task(cfg.task)
         if cfg.stage not in ("sample", "export"):
             self.corpus = load_corpus(cfg.data or None)
@@ -184,16 +190,16 @@ class Run:
             self.log.write(json.dumps(row) + "\n")
             self.log.flush()
         except OSError as error:
-            raise Refused(f"{self.out}/log.jsonl could not be written: {error}") from None
+            raise Failed(f"{self.out}/log.jsonl could not be written: {error}") from None
 
     def say(self, text):
-        if self.head:
+        if self.leads:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     def bar(self, total, name):
         return tqdm(total=total, initial=self.at["step"], desc=name,
-                    disable=not (self.head and sys.stderr.isatty()))
+                    disable=not (self.leads and sys.stderr.isatty()))
 
     def share(self, n, size=0, rank=None):
         """Which of n rows process `rank` (this one) works on, in micro-batches of `size`. Together
@@ -288,9 +294,9 @@ def must_be_finite(run, stats):
     """Stop the run at a loss or gradient that is no number, naming the checkpoint to go back to."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(value := float(stats[name])):
-            raise Refused(f"{name} of {run.at['stage']} step {run.at['step']} is {value}: "
-                          "the run stops; the last good checkpoint is "
-                          f"{latest_checkpoint(run.out)}")
+            raise Failed(f"{name} of {run.at['stage']} step {run.at['step']} is {value}: "
+                         "the run stops; the last good checkpoint is "
+                         f"{latest_checkpoint(run.out)}")
 
 
 def token_losses(model, rows, first_token=0):
@@ -504,7 +510,7 @@ def reinforce(run):
     cfg, at = run.cfg, run.at
     tokens = cfg.prompts * cfg.group * (run.task.prompt_len + run.task.answer_len - 1)
     clock = Clock(run, tokens)
-    bar = run.bar(cfg.rl_steps, "rl")
+    bar, apart = run.bar(cfg.rl_steps, "rl"), False
     if at["step"] == 0:
         evaluate(run, "rl", 0, final=True)
         clock.skip()
@@ -516,9 +522,10 @@ def reinforce(run):
         at["done"] = step == cfg.rl_steps
         bar.update()
         must_be_finite(run, stats)
-        if stats["k3"] > 1e-3:
+        if stats["k3"] > 1e-3 and not apart:
             run.say(f"rl step {step}: k3 {stats['k3']:.2g} between rollout and trainer is above "
-                    "1e-3: they no longer compute the same probabilities")
+                    "1e-3: their probabilities differ (said once; the log has every step's)")
+        apart |= stats["k3"] > 1e-3
         run.write(stage="rl", step=step, lr=lr, **stats, **clock.lap(step))
         bar.set_postfix_str(f"reward {stats['reward']:.2f}")
         if step % cfg.rl_eval_every == 0 or at["done"]:
@@ -637,6 +644,152 @@ class Clock:
         return out
 
 
+# ------------------------------------------------------------------------------------------- stages
+def train(run):
+    """The stages that change weights, one after the other."""
+    cfg, at = run.cfg, run.at
+    if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain"):
+        run.opt = run.opt or adamw(run.model, cfg.weight_decay)
+        pretrain(run)
+        if run.stop:
+            return
+        summary(run, "pretrain")
+    if cfg.stage == "pretrain" or cfg.text_share >= 1 and cfg.stage == "all":
+        return
+    if at["stage"] == "pretrain":
+        if cfg.stage == "all" and (at["passed"] or 0) < cfg.gate:
+            run.say(f"the gate of {cfg.gate} was not reached ({at['passed']}): "
+                    "RL starts from what is there")
+        run.at = dict(at, stage="rl", step=0, done=False)
+        run.opt = adamw(run.model, 0.0)
+    reinforce(run)
+    if not run.stop:
+        summary(run, "rl")
+
+
+def go(run, state):
+    """Do the stage."""
+    if run.cfg.stage in ("sample", "export"):
+        (sample_text if run.cfg.stage == "sample" else export)(run)
+        return 0
+    introduce(run)
+    if run.cfg.stage == "eval":
+        run.log = open(os.devnull, "w")
+        evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
+        return 0
+    open_log(run, state)
+    on_signal(run)
+    if not state:
+        run.opt = adamw(run.model, run.cfg.weight_decay)
+        save(run)           # so that a run killed at its first step can be resumed
+    train(run)
+    if run.stop:
+        run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
+                f"--stage {run.cfg.stage} --out {run.cfg.out}")
+        return 130
+    return 0
+
+
+def introduce(run):
+    cfg, (total, active) = run.cfg, run.model.parameters_active()
+    run.say(f"{cfg.precision}, {total:,} parameters, {active:,} active, "
+            f"{cfg.batch * cfg.seq_len:,} tokens a step, "
+            f"text {run.corpus.name} ({len(run.corpus.train) / 1e6:.1f} MB, a byte bigram has "
+            f"{run.corpus.bigram_bpb:.3f} bits per byte)")
+    many = (f"{run.mesh.world} processes, experts spread over {cfg.ep}, "
+            if run.mesh.world > 1 else "")
+    run.say(f"{many}{device_name(run)}, backend {backend_sentence(run.device)}")
+
+
+def summary(run, stage):
+    """One line for a finished stage, and its curve."""
+    rows = [r for r in run.rows if r.get("stage") == stage]
+    evals = [r for r in rows if "bpb" in r]
+    steps = [r for r in rows if "loss" in r]
+    if not evals or not steps:
+        return
+    seconds, last = sum(r.get("seconds", 0) + r.get("eval_seconds", 0) for r in rows), evals[-1]
+    text = f"{stage}: {run.at['step']} steps in {seconds:.0f} s, {last['bpb']:.3f} bits per byte"
+    text += (f" (bigram {run.corpus.bigram_bpb:.3f})" if stage == "pretrain" else
+             f" (before {evals[0]['bpb']:.3f})")
+    if stage == "pretrain" and run.at.get("passed") is not None:
+        reached = run.at["passed"] >= run.cfg.gate
+        text += f", pass rate {last['pass_rate']:.3f}" + (
+            "" if reached else f": the gate of {run.cfg.gate} was not reached")
+    if stage == "rl":
+        tail = [r["pass_rate"] for r in evals[1:] or evals][-3:]
+        text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} "
+                 f"(mean of the last {len(tail)}){sharpening(evals)}")
+    curve = [r["reward"] if stage == "rl" else r["loss"] for r in steps]
+    run.say(f"{text}\n{'reward' if stage == 'rl' else 'loss'} "
+            f"{curve[0]:.2f} {sparkline(curve)} {curve[-1]:.2f}")
+
+
+def sharpening(evals):
+    """Did RL teach problems that eight tries could not solve, or make sure of those they could?"""
+    first, last = evals[0].get("pass_at_8"), evals[-1].get("pass_at_8")
+    if first is None or last is None:
+        return ""
+    word = ": learning" if last - first > 0.05 else ""
+    if not word and evals[-1]["pass_rate"] - evals[0]["pass_rate"] > 0.05:
+        word = ": sharpening"
+    return f", pass@8 {first:.3f} -> {last:.3f}{word}"
+
+
+def sparkline(values, width=40):
+    """Up to `width` block characters for a curve."""
+    size = -(-len(values) // width)
+    means = [sum(values[i:i + size]) / len(values[i:i + size]) for i in range(0, len(values), size)]
+    low, span = min(means), (max(means) - min(means)) or 1
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int((v - low) / span * 8))] for v in means)
+
+
+def sample_text(run):
+    """Continue the prompt, writing bytes as they come; the speed goes to stderr."""
+    cfg, write, count = run.cfg, byte_writer(sys.stdout) if run.leads else lambda *_, **__: None, 0
+    prompt = os.fsencode(cfg.prompt) or b"\n"        # what was typed, also where it is no UTF-8
+    start = time.perf_counter()
+    try:
+        write(prompt)
+        for token, _ in run.model.stream(torch.tensor([list(prompt)], device=run.device), cfg.new,
+                                         temperature=cfg.temperature, top_k=cfg.sample_top_k,
+                                         seed=cfg.seed):
+            write(bytes(token.tolist()))
+            count += 1
+        write(b"", final=True)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:     # the reader has seen enough; Python would flush again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if run.leads:
+        print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]",
+              file=sys.stderr)
+
+
+def byte_writer(out):
+    """write(data) for a stream of text: bytes as they are into a file or a pipe. A terminal gets
+    what they spell, with U+FFFD for what is no UTF-8 and for control characters, which could
+    rewrite the screen."""
+    def raw(data, final=False):
+        out.buffer.write(data)
+        out.buffer.flush()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    encoding = out.encoding or "utf-8"
+
+    def spelled(data, final=False):
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd"
+                       for c in decoder.decode(data, final))
+        out.write(text.encode(encoding, "replace").decode(encoding))
+        out.flush()
+    return spelled if out.isatty() else raw
+
+
+def export(run):
+    """Write the model as a folder for other programs, beside the run's checkpoints."""
+    form = run.cfg.export_format
+    run.say(refusing(hf.export, run.model, run.out / f"export-{form}", form))
+
+
 # -------------------------------------------------------------------------------------- checkpoints
 # DIR/checkpoints/STAGE-STEP/: tensors by torch.distributed.checkpoint, run.json for all the rest,
 # and a manifest of sha256 sums, because the library loads a flipped bit without a word. The folder
@@ -687,27 +840,27 @@ def digest(path):
 
 def save(run):
     """Write a checkpoint, then delete the older ones of this stage. All processes write their
-    tensors; the head does the rest."""
+    tensors; the one that leads does the rest."""
     path = run.out / "checkpoints" / f"{run.at['stage']}-{run.at['step']:06d}"
     temporary = path.with_suffix(".tmp")
     try:
-        if run.head:
+        if run.leads:
             shutil.rmtree(temporary, ignore_errors=True)
             os.fsync(run.log.fileno())
         run.mesh.wait()
         dcp("save", tensors_of(run.model, run.opt), temporary, run.mesh)
-        if run.head:
+        if run.leads:
             seal(run, temporary, path)
         run.mesh.wait()
     except BaseException as error:      # the library's own error on a full disk is no Exception
-        if run.head:
+        if run.leads:
             shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise Refused(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be "
-                      f"written ({reason(error)}); the last good one is "
-                      f"{latest_checkpoint(run.out) or 'none'}") from None
-    for old in checkpoints(run.out)[:-1] if run.head else ():
+        raise Failed(f"the checkpoint of {run.at['stage']} step {run.at['step']} could not be "
+                     f"written ({reason(error)}); the last good one is "
+                     f"{latest_checkpoint(run.out) or 'none'}") from None
+    for old in checkpoints(run.out)[:-1] if run.leads else ():
         if old.name.startswith(run.at["stage"]):
             shutil.rmtree(old)
 
@@ -761,86 +914,7 @@ def settle(run, due):
     return not run.stop
 
 
-# ------------------------------------------------------------------------------------- command line
-def flag(name):
-    return "--" + name.replace("_", "-")
-
-
-def parse(argv):
-    """(Config, names of the flags given). Refused on anything that is not allowed."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise Refused(message)
-    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-               argument_default=argparse.SUPPRESS,
-               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for f in dataclasses.fields(Config):
-        kw = (dict(action="store_true") if f.type is bool else
-              dict(type=f.type, choices=f.metadata["choices"]))
-        text = f.metadata["help"] + ("" if f.default in ("", False) else f" ({f.default})")
-        p.add_argument(flag(f.name), help=text.replace("%", "%%"), **kw)
-    given = vars(p.parse_args(argv))
-    device = pick_device(given.get("device", "auto"))
-    preset = given.get("preset") or ("small" if device.type == "cuda" else "tiny")
-    cfg = Config(**{**PRESETS[preset], "preset": preset, **given})
-    return cfg, set(given), device
-
-
-def pick_device(name):
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise Refused(f"--device {name}: allowed are cpu, cuda and auto")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise Refused(f"--device {name}: this PyTorch finds no CUDA GPU; use --device cpu")
-    return torch.device(name)
-
-
-def check_world(run):
-    """Refuse a step that the processes cannot share evenly."""
-    cfg, world = run.cfg, run.mesh.world
-    rows = {"--batch": cfg.batch, "--rl-text-rows": cfg.rl_text_rows,
-            "--prompts times --group": cfg.prompts * cfg.group}
-    for name, n in rows.items():
-        if n % world and cfg.stage not in LOOKING:
-            raise Refused(f"{name} {n}: must be a multiple of the number of processes, {world}")
-
-
-def check(cfg):
-    """Refuse values outside their range."""
-    at_least = dict(steps=1, batch=1, micro_batch=0, rl_steps=0, prompts=1, group=2,
-                    rl_micro_batch=0, log_every=1, eval_every=1, rl_eval_every=1, eval_rows=1,
-                    eval_problems=8, save_every=1, gate_every=1, threads=1, new=1, warmup=1,
-                    rl_warmup=1, rl_text_rows=1, seed=0, sample_top_k=0, lr=0, rl_lr=0,
-                    weight_decay=0, temperature=0, balance_rate=0, rl_text=0, ep=1)
-    for name, low in at_least.items():
-        if not getattr(cfg, name) >= low:
-            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be at least {low}")
-    for name in ("clip", "ratio_max", "text_share"):
-        if not getattr(cfg, name) > 0:
-            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be above 0")
-    for name in ("gate", "mix_lr"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be 0 to 1")
-
-
-def continued(cfg, given, path):
-    """The configuration of a run that goes on: its checkpoint's, but for what is given anew."""
-    state = read_checkpoint(path)
-    known = {f.name for f in dataclasses.fields(Config)}
-    old = Config(**{k: v for k, v in state["config"].items() if k in known})
-    free = FREE_TO_LOOK if cfg.stage in LOOKING else FREE
-    for name in sorted(given - free):
-        if getattr(cfg, name) != getattr(old, name):
-            raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
-                          f"{getattr(old, name)}; leave the flag out, or start anew in "
-                          "another --out")
-    changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
-    if who()[1] % old.ep:               # other processes than before: a mesh that fits any number
-        changed.setdefault("ep", 1)
-    return dataclasses.replace(old, **changed), state
-
-
+# ----------------------------------------------------------------------------------- starting a run
 def open_run(cfg, given, device):
     """The run that the flags ask for: a new one, or one that goes on from its checkpoint."""
     if Path(cfg.out).exists() and not Path(cfg.out).is_dir():
@@ -892,6 +966,23 @@ def open_run(cfg, given, device):
     return run, state
 
 
+def continued(cfg, given, path):
+    """The configuration of a run that goes on: its checkpoint's, but for what is given anew."""
+    state = read_checkpoint(path)
+    known = {f.name for f in dataclasses.fields(Config)}
+    old = Config(**{k: v for k, v in state["config"].items() if k in known})
+    free = FREE_TO_LOOK if cfg.stage in LOOKING else FREE
+    for name in sorted(given - free):
+        if getattr(cfg, name) != getattr(old, name):
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
+                          f"{getattr(old, name)}; leave the flag out, or start anew in "
+                          "another --out")
+    changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
+    if who()[1] % old.ep:               # other processes than before: a mesh that fits any number
+        changed.setdefault("ep", 1)
+    return dataclasses.replace(old, **changed), state
+
+
 def shape_from(cfg, given):
     """cfg with the shape of the model in --init-from, a run or an exported folder; and with its
     precision where no weight will change. Only a row's length is free: no weight depends on it."""
@@ -932,10 +1023,38 @@ def refusing(f, *args):
         raise Refused(str(error)) from None
 
 
+def check(cfg):
+    """Refuse values outside their range."""
+    at_least = dict(steps=1, batch=1, micro_batch=0, rl_steps=0, prompts=1, group=2,
+                    rl_micro_batch=0, log_every=1, eval_every=1, rl_eval_every=1, eval_rows=1,
+                    eval_problems=8, save_every=1, gate_every=1, threads=1, new=1, warmup=1,
+                    rl_warmup=1, rl_text_rows=1, seed=0, sample_top_k=0, lr=0, rl_lr=0,
+                    weight_decay=0, temperature=0, balance_rate=0, rl_text=0, ep=1)
+    for name, low in at_least.items():
+        if not getattr(cfg, name) >= low:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be at least {low}")
+    for name in ("clip", "ratio_max", "text_share"):
+        if not getattr(cfg, name) > 0:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be above 0")
+    for name in ("gate", "mix_lr"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be 0 to 1")
+
+
+def check_world(run):
+    """Refuse a step that the processes cannot share evenly."""
+    cfg, world = run.cfg, run.mesh.world
+    rows = {"--batch": cfg.batch, "--rl-text-rows": cfg.rl_text_rows,
+            "--prompts times --group": cfg.prompts * cfg.group}
+    for name, n in rows.items():
+        if n % world and cfg.stage not in LOOKING:
+            raise Refused(f"{name} {n}: must be a multiple of the number of processes, {world}")
+
+
 def open_log(run, state):
     """log.jsonl: cut back to the checkpoint that the run goes on from, or begun with a header."""
     path = run.out / "log.jsonl"
-    if not run.head:
+    if not run.leads:
         run.log = open(os.devnull, "w")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -973,127 +1092,39 @@ def backend_sentence(device):
     return kernels.describe(device)
 
 
-def introduce(run):
-    cfg, (total, active) = run.cfg, run.model.parameters_active()
-    run.say(f"{cfg.precision}, {total:,} parameters, {active:,} active, "
-            f"{cfg.batch * cfg.seq_len:,} tokens a step, "
-            f"text {run.corpus.name} ({len(run.corpus.train) / 1e6:.1f} MB, a byte bigram has "
-            f"{run.corpus.bigram_bpb:.3f} bits per byte)")
-    many = (f"{run.mesh.world} processes, experts spread over {cfg.ep}, "
-            if run.mesh.world > 1 else "")
-    run.say(f"{many}{device_name(run)}, backend {backend_sentence(run.device)}")
+# ------------------------------------------------------------------------------------- command line
+def flag(name):
+    return "--" + name.replace("_", "-")
 
 
-def sparkline(values, width=40):
-    """Up to `width` block characters for a curve."""
-    size = -(-len(values) // width)
-    means = [sum(values[i:i + size]) / len(values[i:i + size]) for i in range(0, len(values), size)]
-    low, span = min(means), (max(means) - min(means)) or 1
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int((v - low) / span * 8))] for v in means)
+def parse(argv):
+    """(Config, names of the flags given). Refused on anything that is not allowed."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise Refused(message)
+    p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+               argument_default=argparse.SUPPRESS,
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Config):
+        kw = (dict(action="store_true") if f.type is bool else
+              dict(type=f.type, choices=f.metadata["choices"]))
+        text = f.metadata["help"] + ("" if f.default in ("", False) else f" ({f.default})")
+        p.add_argument(flag(f.name), help=text.replace("%", "%%"), **kw)
+    given = vars(p.parse_args(argv))
+    device = pick_device(given.get("device", "auto"))
+    preset = given.get("preset") or ("small" if device.type == "cuda" else "tiny")
+    cfg = Config(**{**PRESETS[preset], "preset": preset, **given})
+    return cfg, set(given), device
 
 
-def summary(run, stage):
-    """One line for a finished stage, and its curve."""
-    rows = [r for r in run.rows if r.get("stage") == stage]
-    evals = [r for r in rows if "bpb" in r]
-    steps = [r for r in rows if "loss" in r]
-    if not evals or not steps:
-        return
-    seconds, last = sum(r.get("seconds", 0) + r.get("eval_seconds", 0) for r in rows), evals[-1]
-    text = f"{stage}: {run.at['step']} steps in {seconds:.0f} s, {last['bpb']:.3f} bits per byte"
-    text += (f" (bigram {run.corpus.bigram_bpb:.3f})" if stage == "pretrain" else
-             f" (before {evals[0]['bpb']:.3f})")
-    if stage == "pretrain" and run.at.get("passed") is not None:
-        reached = run.at["passed"] >= run.cfg.gate
-        text += f", pass rate {last['pass_rate']:.3f}" + (
-            "" if reached else f": the gate of {run.cfg.gate} was not reached")
-    if stage == "rl":
-        tail = [r["pass_rate"] for r in evals[1:] or evals][-3:]
-        text += (f", pass rate {evals[0]['pass_rate']:.3f} -> {sum(tail) / len(tail):.3f} "
-                 f"(mean of the last {len(tail)}){sharpening(evals)}")
-    curve = [r["reward"] if stage == "rl" else r["loss"] for r in steps]
-    run.say(f"{text}\n{'reward' if stage == 'rl' else 'loss'} "
-            f"{curve[0]:.2f} {sparkline(curve)} {curve[-1]:.2f}")
-
-
-def sharpening(evals):
-    """Did RL teach problems that eight tries could not solve, or make sure of those they could?"""
-    first, last = evals[0].get("pass_at_8"), evals[-1].get("pass_at_8")
-    if first is None or last is None:
-        return ""
-    word = ": learning" if last - first > 0.05 else ""
-    if not word and evals[-1]["pass_rate"] - evals[0]["pass_rate"] > 0.05:
-        word = ": sharpening"
-    return f", pass@8 {first:.3f} -> {last:.3f}{word}"
-
-
-def train(run):
-    """The stages that change weights, one after the other."""
-    cfg, at = run.cfg, run.at
-    if at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain"):
-        run.opt = run.opt or adamw(run.model, cfg.weight_decay)
-        pretrain(run)
-        if run.stop:
-            return
-        summary(run, "pretrain")
-    if cfg.stage == "pretrain" or cfg.text_share >= 1 and cfg.stage == "all":
-        return
-    if at["stage"] == "pretrain":
-        if cfg.stage == "all" and (at["passed"] or 0) < cfg.gate:
-            run.say(f"the gate of {cfg.gate} was not reached ({at['passed']}): "
-                    "RL starts from what is there")
-        run.at = dict(at, stage="rl", step=0, done=False)
-        run.opt = adamw(run.model, 0.0)
-    reinforce(run)
-    if not run.stop:
-        summary(run, "rl")
-
-
-def sample_text(run):
-    """Continue the prompt, writing bytes as they come; the speed goes to stderr."""
-    cfg, write, count = run.cfg, byte_writer(sys.stdout) if run.head else lambda *_, **__: None, 0
-    prompt = os.fsencode(cfg.prompt) or b"\n"        # what was typed, also where it is no UTF-8
-    run.begin(EVAL, 0)
-    start = time.perf_counter()
-    try:
-        write(prompt)
-        for token, _ in run.model.stream(torch.tensor([list(prompt)], device=run.device), cfg.new,
-                                         temperature=cfg.temperature, top_k=cfg.sample_top_k,
-                                         seed=cfg.seed):
-            write(bytes(token.tolist()))
-            count += 1
-        write(b"", final=True)
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:     # the reader has seen enough; Python would flush again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if run.head:
-        print(f"\n[{count} bytes, {count / (time.perf_counter() - start):.0f} bytes/s]",
-              file=sys.stderr)
-
-
-def byte_writer(out):
-    """write(data) for a stream of text: bytes as they are into a file or a pipe. A terminal gets
-    what they spell, with U+FFFD for what is no UTF-8 and for control characters, which could
-    rewrite the screen."""
-    def raw(data, final=False):
-        out.buffer.write(data)
-        out.buffer.flush()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    encoding = out.encoding or "utf-8"
-
-    def spelled(data, final=False):
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd"
-                       for c in decoder.decode(data, final))
-        out.write(text.encode(encoding, "replace").decode(encoding))
-        out.flush()
-    return spelled if out.isatty() else raw
-
-
-def export(run):
-    """Write the model as a folder for other programs, beside the run's checkpoints."""
-    form = run.cfg.export_format
-    run.say(refusing(hf.export, run.model, run.out / f"export-{form}", form))
+def pick_device(name):
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise Refused(f"--device {name}: allowed are cpu, cuda and auto")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise Refused(f"--device {name}: this PyTorch finds no CUDA GPU; use --device cpu")
+    return torch.device(name)
 
 
 def on_signal(run):
@@ -1119,7 +1150,8 @@ def keep_freed_memory():
 
 
 def main(argv=None):
-    """Returns the exit code: 0, 2 for refused input, 130 for a run that was interrupted."""
+    """Returns the exit code: 0, 1 for a run that failed, 2 for refused input, 130 for a run that
+    was interrupted."""
     rank = int(os.environ.get("RANK", 0))
     try:
         cfg, given, device = parse(argv)
@@ -1131,35 +1163,11 @@ def main(argv=None):
         if rank:            # most often all say the same: the first one's word ends the others
             time.sleep(3)
         print(f"train.py: {refusal}", file=sys.stderr)
-        return 2
+        return refusal.code
     except KeyboardInterrupt:
         print("train.py: stopped at once; --resume goes on from the last checkpoint",
               file=sys.stderr)
         return 130
-
-
-def go(run, state):
-    """Do the stage."""
-    if run.cfg.stage in ("sample", "export"):
-        (sample_text if run.cfg.stage == "sample" else export)(run)
-        return 0
-    introduce(run)
-    if run.cfg.stage == "eval":
-        run.log = open(os.devnull, "w")
-        run.begin(EVAL, 0)
-        evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
-        return 0
-    open_log(run, state)
-    on_signal(run)
-    if not state:
-        run.opt = adamw(run.model, run.cfg.weight_decay)
-        save(run)           # so that a run killed at its first step can be resumed
-    train(run)
-    if run.stop:
-        run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
-                f"--stage {run.cfg.stage} --out {run.cfg.out}")
-        return 130
-    return 0
 
 
 if __name__ == "__main__":

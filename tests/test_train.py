@@ -480,11 +480,16 @@ def one_sentence(errors):
     return line.removeprefix("train.py: ")
 
 
-def refused(capsys, argv):
+def refused(capsys, argv, code=2):
     capsys.readouterr()
-    assert train.main([str(a) for a in argv]) == 2
+    assert train.main([str(a) for a in argv]) == code
     captured = capsys.readouterr()
     return one_sentence(captured.err)
+
+
+def failed(capsys, argv):
+    """A run that could not go on: another exit code, also in one sentence."""
+    return refused(capsys, argv, code=1)
 
 
 @pytest.mark.parametrize("flags, parts", [
@@ -639,7 +644,7 @@ def test_tensors_of_another_model_are_refused(capsys, copy, finished):
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(
         capsys, tmp_path, flags, stage):
     out = tmp_path / "run"
-    sentence = refused(capsys, [*TINY, *flags, "--save-every", 1, "--log-every", 5, "--out", out])
+    sentence = failed(capsys, [*TINY, *flags, "--save-every", 1, "--log-every", 5, "--out", out])
     step = int(re.search(rf"{stage} step (\d+) is (nan|inf)", sentence)[1])
     named = Path(sentence.split()[-1])
     assert named == train.latest_checkpoint(out) == out / "checkpoints" / f"{stage}-{step - 1:06d}"
@@ -661,7 +666,7 @@ def disk_of(n):
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(copy, capsys):
     good = train.latest_checkpoint(copy)
     with disk_of(100_000):  # enough for the log, not for the tensors
-        sentence = refused(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
+        sentence = failed(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
     assert "rl step 5" in sentence
     assert str(good) in sentence and train.latest_checkpoint(copy) == good
     train.read_checkpoint(good)
@@ -670,7 +675,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(copy, ca
 
 def test_a_disk_without_room_for_the_log_is_one_sentence(tmp_path, capsys):
     with disk_of(100):
-        sentence = refused(capsys, [*TINY, "--out", tmp_path / "run"])
+        sentence = failed(capsys, [*TINY, "--out", tmp_path / "run"])
     assert "log.jsonl" in sentence
 
 
@@ -681,7 +686,7 @@ def test_an_error_of_the_checkpoint_library_is_one_sentence(copy, capsys, monkey
     original = train.dcp
     monkeypatch.setattr(train, "dcp", lambda verb, *args:
                         (full if verb == "save" else original)(verb, *args))
-    sentence = refused(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
+    sentence = failed(capsys, ["--resume", "--rl-steps", 5, "--out", copy])
     assert "No space left on device" in sentence and "rl-000004" in sentence
 
 

@@ -5,7 +5,8 @@
 
 The story, top to bottom: the configuration; a batch of bytes; one optimizer step; pretraining (text
 first, then a mixture with a task until a measured pass rate is reached); RL on that task with
-rollouts through the same quantised forward; evaluation; checkpoints; the command line.
+rollouts through the same quantised forward; evaluation; the stages; checkpoints; how a run starts;
+the command line.
 Every draw is a function of (seed, step, row), so a run that was killed and resumed ends with the
 weights of the unbroken one.
 """

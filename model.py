@@ -244,7 +244,7 @@ class Layer(nn.Module):
         experts, gates = choose(router_logits(to_router, self.router), self.bias, self.cfg.top_k,
                                 self.cfg.route_scale)
         experts, gates = experts[:len(x)], gates[:len(x)]
-        plan = moe_comm.route(experts, self.cfg.experts, self.mesh.experts)
+        plan = moe_comm.route(experts, self.cfg.experts, self.mesh.expert_group)
         if self.training and torch.is_grad_enabled():
             self.load += plan.load
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows

@@ -70,12 +70,12 @@ class Mesh:
                              + (" (torchrun starts several)" if self.world == 1 else ""))
         self.ep, self.data = ep, self.world // ep
         self.place = self.rank % ep                              # in the expert group
-        self.devices = self.experts = self.copies = None
+        self.devices = self.expert_group = self.copy_group = None
         if self.world > 1:
             self.devices = dist.device_mesh.init_device_mesh(
                 device, (self.data, ep), mesh_dim_names=("data", "expert"))
-            self.experts = self.devices["expert"].get_group() if ep > 1 else None
-            self.copies = self.devices["data"].get_group()       # of the same experts
+            self.expert_group = self.devices["expert"].get_group() if ep > 1 else None
+            self.copy_group = self.devices["data"].get_group()   # of those with the same experts
 
     def sum(self, t):
         """t, summed over all processes in place."""
@@ -133,15 +133,15 @@ class Plan:
 
 
 def by_expert(choice, n_experts, copies):
-    """(counts [L], copy at each rank of expert order, its row, R) for choices [..] in 0 .. L, the
-    first `copies` of which, in order, have an expert here: choice L means elsewhere."""
+    """(counts [L], copies sorted by expert, the row of each, R) for choices [..] in 0 .. L, of which
+    `copies` have an expert here; choice L means elsewhere."""
     device = choice.device
     sorted_, order = choice.to(torch.int16).sort(stable=True)
     ends = torch.searchsorted(sorted_, torch.arange(n_experts, device=device).to(torch.int16),
                               right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     padded = (counts + ALIGN - 1) // ALIGN * ALIGN
-    shift = (padded.cumsum(0) - padded) - (ends - counts)                        # from rank to row
+    shift = (padded.cumsum(0) - padded) - (ends - counts)       # from place in the order to row
     row = torch.arange(copies, device=device) + shift[sorted_[:copies].long()]
     R = -(-(copies + n_experts * (ALIGN - 1)) // ALIGN) * ALIGN
     return counts, order[:copies], row, R
@@ -165,7 +165,7 @@ def _route_in_group(experts, n_experts, group):
     table = all_gather(experts.to(torch.int16), group).long()                    # [size*T, k]
     wants = table[..., None] // here == torch.arange(size, device=device)        # [size*T, k, size]
     goes = wants.any(1)                                                          # [size*T, size]
-    # The only wait: how many tokens and copies go from each rank to each.
+    # Here the host waits for the device: how many tokens and copies go from each rank to each.
     tokens, copies = torch.stack([t.view(size, -1, size).sum(1) for t in (goes, wants)]).tolist()
 
     def splits(n):
@@ -412,7 +412,7 @@ def raw_exchanges(T, D, mesh, device):
     for fmt, bits in BITS.items():
         rows = torch.zeros(T, int(D * bits / 8) + 4 * (fmt == "nvfp4"), dtype=torch.uint8,
                            device=device)
-        yield partial(all_to_all, rows, (even, even), mesh.experts)
+        yield partial(all_to_all, rows, (even, even), mesh.expert_group)
 
 
 def round_trips(T, D, mesh, device):
@@ -421,7 +421,7 @@ def round_trips(T, D, mesh, device):
     x = torch.randn(T, D, device=device, dtype=torch.bfloat16)
 
     def trip(fmt):
-        came = send(x, fmt, index, (even, even), mesh.experts)
+        came = send(x, fmt, index, (even, even), mesh.expert_group)
         return came if fmt == "bf16" else quant.backend_for(x).operand(came, fmt, dtype=x.dtype)
     for fmt in BITS:
         yield partial(trip, fmt)
@@ -432,7 +432,7 @@ def layers(T, k, w1, w2, E, mesh):
     x = torch.randn(T, w1.shape[2], device=w1.device, dtype=torch.bfloat16)
     scores = torch.rand(T, E, device=w1.device)
     gates, experts = scores.topk(k, -1)
-    plan = route(experts, E, mesh.experts)
+    plan = route(experts, E, mesh.expert_group)
 
     def layer(recipe, first, second):
         g, (wire, back) = quant.RECIPES[recipe].experts, WIRES[recipe]

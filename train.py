@@ -228,7 +228,7 @@ def owners(model):
         first = owner - mesh.place
         for rank in range(first, first + mesh.ep) if of_experts else [owner]:   # all places alike
             load[rank] -= size
-        found[p] = owner, mesh.copies if of_experts else None
+        found[p] = owner, mesh.copy_group if of_experts else None
     return found
 
 

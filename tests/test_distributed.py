@@ -51,7 +51,7 @@ def there_and_back(case, wire, back, mesh):
     if mesh.ep > 1:
         mine = slice(mesh.place * T // mesh.ep, (mesh.place + 1) * T // mesh.ep)
     x, gates = x[mine].requires_grad_(), gates[mine].requires_grad_()
-    plan = moe_comm.route(choices(case)[mine], E, mesh.experts)
+    plan = moe_comm.route(choices(case)[mine], E, mesh.expert_group)
     rows, q = moe_comm.dispatch(x, plan, wire, back)
     values = rows if q is None else rows + q.dequantize()
     first = mesh.place * E // mesh.ep
@@ -139,7 +139,7 @@ def payloads(ep):
         for wire, back in FORMATS:
             seen.clear()
             x = torch.randn(T, D, generator=g).requires_grad_()
-            plan = moe_comm.route(choices("uneven"), E, mesh.experts)
+            plan = moe_comm.route(choices("uneven"), E, mesh.expert_group)
             rows, q = moe_comm.dispatch(x, plan, wire, back)
             values = rows if q is None else rows + q.dequantize()
             moe_comm.combine(values, torch.rand(T, K, generator=g), plan, back).sum().backward()

@@ -19,10 +19,12 @@ group; one process never waits.
 
 Letters: T tokens, k experts a token, E experts, L of them here, M tokens that arrive, R rows of the
 expert buffer, D width.
-`python moe_comm.py` counts the bytes; `torchrun --nproc_per_node 2 moe_comm.py` sends some.
+`python moe_comm.py` counts the bytes; on GPUs `torchrun --nproc_per_node 2 moe_comm.py` times them.
 """
+import ctypes
 import math
 import os
+import signal
 import statistics
 import sys
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ def join(device):
                              f"{torch.cuda.device_count()}; use --nproc_per_node or --device cpu")
         device = torch.device("cuda", place)
         torch.cuda.set_device(device)
+    if sys.platform == "linux":     # as at SIGTERM, where torchrun itself is killed outright
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)                               # PR_SET_PDEATHSIG
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
@@ -133,8 +137,8 @@ class Plan:
 
 
 def by_expert(choice, n_experts, copies):
-    """(counts [L], copies sorted by expert, the row of each, R) for choices [..] in 0 .. L, of which
-    `copies` have an expert here; choice L means elsewhere."""
+    """(counts [L], copies sorted by expert, the row of each, R) for choices [..] in 0 .. L, of
+    which `copies` have an expert here; choice L means elsewhere."""
     device = choice.device
     sorted_, order = choice.to(torch.int16).sort(stable=True)
     ends = torch.searchsorted(sorted_, torch.arange(n_experts, device=device).to(torch.int16),
@@ -178,7 +182,9 @@ def _route_in_group(experts, n_experts, group):
     arrived = zeros.scatter(0, row, order)                    # copy among those of arrived tokens
     back = torch.zeros_like(choice.flatten()).scatter_(0, order, row)[(choice < here).flatten()]
     token = arrived // k
-    copy = (came - me * T)[token] * k + arrived % k if len(came) else arrived
+    # Padding rows are named as at one process, by the group's first copy: an ablation fills them.
+    copy = torch.full_like(zeros, -me * T * k).scatter_(
+        0, row, (came - me * T)[order // k] * k + order % k)
     own = table[me * T:(me + 1) * T].flatten()
     home = (own // here).sort(stable=True).indices                               # [T*k] by rank
     slot = torch.empty_like(home).scatter_(0, home, torch.arange(T * k, device=device))
@@ -451,9 +457,10 @@ def main():
     rank, world = who()
     if rank == 0:
         lesson()
-        if device.type == "cpu" or world == 1:
-            print("\nTimes are measured where there are GPUs: "
-                  "torchrun --nproc_per_node N moe_comm.py")
+        if device.type == "cpu":
+            print("\nHow long that takes is measured where there are GPUs.")
+        elif world == 1:
+            print("\nHow long that takes: torchrun --nproc_per_node N moe_comm.py")
     if device.type == "cuda" and world > 1:
         measure(Mesh(world, "cuda"), device)
     if world > 1:

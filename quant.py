@@ -523,7 +523,7 @@ def payload(x, fmt, index=None):
     means as they are."""
     if fmt != "bf16":
         parts = [t for t in quantize(x, fmt).tensors() if t is not None]
-        x = torch.cat([t.view(len(x), -1).view(torch.uint8) for t in parts], 1)
+        x = torch.cat([t.contiguous().view(len(x), -1).view(torch.uint8) for t in parts], 1)
     return (x if index is None else x.index_select(0, index)).contiguous().view(torch.uint8)
 
 

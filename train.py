@@ -685,7 +685,8 @@ def go(run, state):
         save(run)           # so that a run killed at its first step can be resumed
     train(run)
     if run.stop:
-        run.say(f"saved {latest_checkpoint(run.out)}; go on with: python train.py --resume "
+        start = f"torchrun --nproc_per_node {run.mesh.world}" if run.mesh.world > 1 else "python"
+        run.say(f"saved {latest_checkpoint(run.out)}; go on with: {start} train.py --resume "
                 f"--stage {run.cfg.stage} --out {run.cfg.out}")
         return 130
     return 0
@@ -832,7 +833,13 @@ def dcp(verb, tensors, path, mesh):
 
 def reason(error):
     """The last line of an error's text, which says most; its kind where there is none."""
+    if lost_a_process(error):
+        return "another process of the job has ended"
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def lost_a_process(error):
+    return who()[1] > 1 and (isinstance(error, dist.DistBackendError) or "gloo" in str(error))
 
 
 def digest(path):
@@ -882,18 +889,23 @@ def seal(run, temporary, path):
 
 def read_checkpoint(path):
     """run.json of a checkpoint whose sums are right; Refused where they are not. Of several
-    processes each checks its part of the files."""
+    processes each checks its part of the files, and all hear of a fault."""
     rank, world = who()
+    fault = state = None
     try:
         sums = json.loads((path / "manifest.json").read_text())
-        bad = [n for n, s in sorted(sums.items())[rank::world]
-               if not (path / n).is_file() or digest(path / n) != s]
-        if bad:
-            raise Refused(f"checkpoint {path} is damaged: {bad[0]} is not what was written; delete "
-                          "that folder to go on from an earlier one or to start anew")
-        return json.loads((path / "run.json").read_text())
+        fault = next((f"{n} is not what was written" for n, s in sorted(sums.items())[rank::world]
+                      if not (path / n).is_file() or digest(path / n) != s), None)
+        state = json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:
-        raise Refused(f"checkpoint {path} is damaged: {error}") from None
+        fault = fault or str(error)
+    faults = [fault]
+    if world > 1:
+        dist.all_gather_object(faults := [None] * world, fault)
+    if any(faults):
+        raise Refused(f"checkpoint {path} is damaged: {next(filter(None, faults))}; delete that "
+                      "folder to go on from an earlier one or to start anew")
+    return state
 
 
 def load_tensors(path, model, opt=None):
@@ -978,6 +990,10 @@ def continued(cfg, given, path):
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: the run in {cfg.out} has "
                           f"{getattr(old, name)}; leave the flag out, or start anew in "
                           "another --out")
+    if (state["at"]["stage"] == "rl" and cfg.stage not in LOOKING
+            and "steps" in given and cfg.steps != old.steps):
+        raise Refused(f"--steps {cfg.steps}: the run in {cfg.out} is past its pretraining of "
+                      f"{old.steps} steps; --rl-steps is what can be changed")
     changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
     if who()[1] % old.ep:               # other processes than before: a mesh that fits any number
         changed.setdefault("ep", 1)
@@ -1045,8 +1061,10 @@ def check(cfg):
 def check_world(run):
     """Refuse a step that the processes cannot share evenly."""
     cfg, world = run.cfg, run.mesh.world
-    rows = {"--batch": cfg.batch, "--rl-text-rows": cfg.rl_text_rows,
-            "--prompts times --group": cfg.prompts * cfg.group}
+    rows = {"--batch": cfg.batch}
+    if cfg.stage != "pretrain" and cfg.text_share < 1:
+        rows["--prompts times --group"] = cfg.prompts * cfg.group
+        rows |= {"--rl-text-rows": cfg.rl_text_rows} if cfg.rl_text else {}
     for name, n in rows.items():
         if n % world and cfg.stage not in LOOKING:
             raise Refused(f"{name} {n}: must be a multiple of the number of processes, {world}")
@@ -1156,10 +1174,10 @@ def main(argv=None):
     rank = int(os.environ.get("RANK", 0))
     try:
         cfg, given, device = parse(argv)
-        if cfg.stage == "export" and rank:      # one process can read any checkpoint
-            return 0
-        device = device if cfg.stage == "export" else refusing(join, device)
-        return go(*open_run(cfg, given, device))
+        if cfg.stage == "export":       # one process can read any checkpoint
+            cfg.ep, given = 1, given | {"ep"}
+            return 0 if rank else go(*open_run(cfg, given, device))
+        return go(*open_run(cfg, given, refusing(join, device)))
     except Refused as refusal:
         if rank:            # most often all say the same: the first one's word ends the others
             time.sleep(3)
@@ -1169,6 +1187,11 @@ def main(argv=None):
         print("train.py: stopped at once; --resume goes on from the last checkpoint",
               file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if not lost_a_process(error):
+            raise
+        print(f"train.py: process {rank} ends because {reason(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

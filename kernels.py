@@ -805,7 +805,8 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
 
 def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
     """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Options
-    as in quant.operand and cast. "bf16" means as the tensor is: a bf16 GEMM reads no padding.
+    as in quant.operand and cast, but dtype None is bf16, and of x that is `rounded` an Operand is
+    made all the same. "bf16" means as the tensor is: a bf16 GEMM reads no padding.
     into: an earlier operand that may be written over."""
     plain = torch.is_tensor(x) and not kw.get("swiglu")
     if plain and (fmt == "bf16" or rounded and not native):

@@ -252,6 +252,7 @@ class Layer(nn.Module):
         h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
                                  rounded=("x",) if xq is None and g.wire == "mxfp8" else (),
                                  seed=quant.fold(seed, 1))
+        # dY of w2 has travelled in `wire`: it is rounded already where its GEMM reads that format.
         y = quant.grouped_linear(h, self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
                                  rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2),
                                  swiglu=True)

@@ -38,6 +38,7 @@ Three ideas carry the file.
    steps, the backward pass sees the forward weights and nothing of X but 4.5 bits is kept.
 
 Letters: T tokens, R rows sorted by expert and padded, E experts, N outputs, K inputs, V block size.
+Arguments `rows` and `cols` never select anything: they are names of numbers for their random bits.
 Sources: OCP Microscaling v1.0 (MX); NVIDIA, "Pretraining LLMs with NVFP4" (2025); the MXFP8
 recipe of TorchAO; Thinking Machines' Inkling 2 Small for a 4-bit forward with an 8-bit backward.
 `python quant.py` prints the formats and rounds one block by hand.
@@ -172,14 +173,14 @@ def uniform(seed, rows, cols):
 
 
 # ----------------------------------------------------------------------------------------- rounding
-def round_to_grid(x, lowest, mantissa, u=None):
+def round_to_grid(x, lowest_bits, mantissa, u=None):
     """Round fp32 x to `mantissa` bits below its leading one: to nearest, ties to even, or, where u,
     uniform in [0, 1), is given, away from zero with probability = the fraction that is cut off.
 
-    lowest: fp32 bits (an integer or an int32 tensor) of the power of two below which the grid stays
-    even, at multiples of lowest * 2^-mantissa: the subnormals of the format.
+    lowest_bits: fp32 bits, an integer or an int32 tensor, of the power of two below which the grid
+    stays even, at multiples of 2^-mantissa of it: the subnormals of the format.
     """
-    exponent = (x.view(torch.int32) & 0x7F800000).clamp_(min=lowest)         # bits of 2^E <= |x|
+    exponent = (x.view(torch.int32) & 0x7F800000).clamp_(min=lowest_bits)    # bits of 2^E <= |x|
     if u is None:
         # Adding 1.5 * 2^(23 - mantissa) * 2^E leaves fp32 just these bits; it rounds ties to even.
         magic = exponent.add_((23 - mantissa << 23) + 0x400000).view(torch.float32)
@@ -196,6 +197,7 @@ def round_elements(y, fmt, u=None):
     return round_to_grid(y, 127 + fmt.emin << 23, fmt.mantissa, u)
 
 
+# ------------------------------------------------------------------------------------------- scales
 def fp32_bits(amax):
     """The bits of fp32 numbers >= 0, with Inf for NaN, which may have any sign and bits."""
     return (amax.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800000)
@@ -217,8 +219,8 @@ def _row_outer(amax, fmt):
     significand, exponent = (1.5, 10) if fmt.four_six else (1.3125, 11)
     if fmt.outer == "tensor":
         return (amax / (significand * 2 ** exponent)).clamp_(min=2.0 ** -100)
-    field_ = power_of_two_at_least(amax, significand, exponent).clamp_(127 - 100, 127 + 116)
-    return torch.where(amax == 0, 1.0, (field_ << 23).view(torch.float32))
+    power = power_of_two_at_least(amax, significand, exponent).clamp_(127 - 100, 127 + 116)
+    return torch.where(amax == 0, 1.0, (power << 23).view(torch.float32))
 
 
 def weight_outer(w, fmt):
@@ -249,14 +251,7 @@ def _nvfp4_scales(amax, outer, up, largest=6.0):
     return s.to(torch.float8_e4m3fn), scale, inverse
 
 
-def _finite_amax(xb, amax, axis, dims):
-    """amax over `dims` that skips non-finite elements; on a CPU the slow way only if there are any
-    (a captured step on a GPU cannot ask)."""
-    if amax.is_cuda or not amax.amax().item() < torch.inf:
-        amax = xb.abs().nan_to_num(nan=0.0, posinf=0.0).amax(axis, keepdim=True)
-    return amax.amax(dims, keepdim=True)
-
-
+# ------------------------------------------------------------------------------------------- blocks
 def _to_blocks(x, fmt, axis):
     """x with its axis -1 or -2 split into blocks: [..., K/V, V] or [..., T/V, V, K]."""
     if x.shape[axis] % fmt.block or x.numel() == 0:
@@ -278,42 +273,62 @@ def _uniform_for(x, rounding, seed, rows, cols):
     return uniform(seed, rows.int().view(x.shape[:-1])[..., None], cols.int())
 
 
+def _finite_amax(xb, amax, axis, dims):
+    """amax over `dims` that skips non-finite elements; on a CPU the slow way only if there are any
+    (a captured step on a GPU cannot ask)."""
+    if amax.is_cuda or not amax.amax().item() < torch.inf:
+        amax = xb.abs().nan_to_num(nan=0.0, posinf=0.0).amax(axis, keepdim=True)
+    return amax.amax(dims, keepdim=True)
+
+
+def _outer_scales(xb, amax, fmt, outer, axis):
+    """The outer scales of a tensor in blocks, one for each row (or column): those given, or new."""
+    lines = amax.select(axis, 0).select(axis, 0).shape          # x's without the axis of the blocks
+    if outer is None:
+        dims = (axis - 1, axis) if fmt.outer == "row" else tuple(range(-xb.dim(), 0))
+        outer = _row_outer(_finite_amax(xb, amax, axis, dims), fmt).squeeze(axis).squeeze(axis)
+    return torch.as_tensor(outer, dtype=torch.float32, device=xb.device).expand(lines)
+
+
+def _share_in_tiles(amax, shape, fmt, axis):
+    """Each block's amax [..., T, K/V, 1] becomes the largest of the fmt.tile rows of its tile."""
+    if axis != -1 or len(shape) < 2 or shape[-2] % fmt.tile:
+        raise ValueError(f"a tensor of shape {tuple(shape)}, blocks along axis {axis}: {fmt.name} "
+                         f"needs them along axis -1, and whole tiles of {fmt.tile} rows")
+    amax = amax.unflatten(-3, (-1, fmt.tile))
+    return amax.amax(-3, keepdim=True).expand(amax.shape).flatten(-4, -3)
+
+
+def _closer(xb, six, four, axis):
+    """Of two roundings of blocks, each (elements, stored scales, decoded scales), the one with the
+    smaller error in each block; the first where they are equal."""
+    errors = [(e * s - xb).square().sum(axis, keepdim=True) for e, _, s in (six, four)]
+    use = errors[1] < errors[0]
+    elements, scale = (torch.where(use, four[i], six[i]) for i in (0, 2))
+    stored = torch.where(use, four[1].float(), six[1].float()).to(six[1].dtype)
+    return elements, stored, scale
+
+
 def _round_blocks(x, fmt, u, outer=None, axis=-1):
     """Round fp32 x: (elements, stored scales, decoded scales) in blocks, and the outer scales."""
     xb = _to_blocks(x, fmt, axis)
     u = u if u is None else _to_blocks(u, fmt, axis)
     amax = xb.abs().amax(axis, keepdim=True)
     if fmt.block == MXFP8.block:
-        scales, scale, inverse = _mxfp8_scales(amax)
-        return round_elements(xb * inverse, fmt, u), scales, scale, None
-    if outer is None:
-        dims = (axis - 1, axis) if fmt.outer == "row" else tuple(range(-xb.dim(), 0))
-        outer_b = _row_outer(_finite_amax(xb, amax, axis, dims), fmt)
-    else:
-        outer_b = torch.as_tensor(outer, dtype=torch.float32, device=x.device)
-        outer_b = outer_b.expand(amax.squeeze(axis).select(axis, 0).shape)
-        outer_b = outer_b.unsqueeze(axis).unsqueeze(axis)
-    if fmt.tile > 1 and (axis != -1 or x.dim() < 2 or x.shape[-2] % fmt.tile):
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no whole tiles of {fmt.tile} "
-                         f"rows along axis -2, as {fmt.name} needs")
-    if fmt.tile > 1:        # `tile` rows share their scales: their largest amax, given back to each
-        amax = amax.unflatten(-3, (-1, fmt.tile))
-        amax = amax.amax(-3, keepdim=True).expand(amax.shape).flatten(-4, -3)
+        stored, scale, inverse = _mxfp8_scales(amax)
+        return round_elements(xb * inverse, fmt, u), stored, scale, None
+    outer = _outer_scales(xb, amax, fmt, outer, axis)
+    if fmt.tile > 1:
+        amax = _share_in_tiles(amax, x.shape, fmt, axis)
 
-    def trial(largest):
-        scales, scale, inverse = _nvfp4_scales(amax, outer_b, u is not None, largest)
-        return round_elements((xb * inverse).clamp_(-6.0, 6.0), fmt, u), scales, scale
-
-    elements, scales, scale = trial(6.0)
+    def largest_becomes(element):
+        stored, scale, inverse = _nvfp4_scales(amax, outer.unsqueeze(axis).unsqueeze(axis),
+                                               u is not None, element)
+        return round_elements((xb * inverse).clamp_(-6.0, 6.0), fmt, u), stored, scale
+    rounded = largest_becomes(6.0)
     if fmt.four_six:
-        four = trial(4.0)
-        error = [(e * s - xb).square().sum(axis, keepdim=True)
-                 for e, _, s in ((elements, 0, scale), four)]
-        use = error[1] < error[0]
-        elements, scale = torch.where(use, four[0], elements), torch.where(use, four[2], scale)
-        scales = torch.where(use, four[1].float(), scales.float()).to(torch.float8_e4m3fn)
-    outer_b = outer_b.expand(*amax.shape[:axis - 1], 1, 1, *amax.shape[xb.dim() + axis + 1:])
-    return elements, scales, scale, outer_b.squeeze(axis).squeeze(axis)
+        rounded = _closer(xb, rounded, largest_becomes(4.0), axis)
+    return *rounded, outer
 
 
 # ------------------------------------------------------------------------------------------ tensors
@@ -360,9 +375,6 @@ class Quantized:
             return t.view(torch.uint8).index_select(0, self.index).view(t.dtype)
         outer = None if self.outer is None else self.outer.index_select(0, self.index)
         return Quantized(self.fmt, rows(self.codes), rows(self.scales), outer)
-
-    def nbytes(self):
-        return sum(t.numel() * t.element_size() for t in self.tensors() if t is not None)
 
     def tensors(self):
         return self.codes, self.scales, self.outer
@@ -444,15 +456,34 @@ class Gemms:
     dy_rounding: str = "nearest"
     hadamard: bool = False       # rotate both wgrad operands along T in groups of 16
 
+    def __post_init__(self):
+        """Refuse what is misspelt, what no GEMM could read, and what would be ignored."""
+        allowed = dict.fromkeys(("x", "w", "dy", "back"), ("bf16", *FORMATS))
+        allowed |= dict.fromkeys(("rounding", "dy_rounding"), ("nearest", "stochastic"))
+        for name, words in dict(allowed, source=("original", "copy")).items():
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} {getattr(self, name)!r}: allowed are {', '.join(words)}")
+        for name in ("x", "dy", "back"):
+            if getattr(self, name) in FORMATS and FORMATS[getattr(self, name)].tile > 1:
+                raise ValueError(f"{name} {getattr(self, name)!r}: only w can have tiles")
+        if self.w == "bf16" and self.back != "bf16":
+            raise ValueError(f"back {self.back!r}: must be 'bf16' where w is, which has one copy")
+        if self.source == "copy" and "bf16" in (self.x, self.w):
+            raise ValueError("source 'copy': x and w must both be rounded, or there is no copy")
+        if self.hadamard and self.wire != "bf16":
+            raise ValueError("hadamard: the X that it rotates must not be rounded before, but "
+                             f"experts receive it in {self.wire}")
+
     @property
     def block(self):
         """Every dimension of the layer must be a multiple of this."""
-        return 1 if self.x == "bf16" else 32
+        return 1 if {self.x, self.w, self.dy, self.back} == {"bf16"} else 32
 
     @property
     def wire(self):
-        """The format in which X travels to the experts: the one that the GEMM reads, where the
-        backward pass needs no more of X than that."""
+        """The format in which X travels to the experts: the one that the GEMM reads, where X along
+        T is made from that copy; and MXFP8. There "original" is the truth of W, and of X in dense
+        layers, but experts see no other X than the rounded one, and X along T is made of it."""
         return self.x if self.source == "copy" or self.x == "mxfp8" else "bf16"
 
 
@@ -470,19 +501,25 @@ class Recipe:
     """Which layers are rounded how. Never rounded: router, k and v, embedding, output head."""
     name: str
     experts: Gemms = IN_BF16         # routed experts
-    last: Gemms = IN_BF16            # routed experts of the last layers
+    last: Gemms | None = None        # routed experts of the last layers; None: as the others
     last_share: float = 0.15         # ... this share of the layers, at least one (0: none)
     dense: Gemms = IN_BF16           # attention q and o, shared experts, leading dense layers
     combine: str = "bf16"            # what experts send back, and both gradients on the wire
 
+    def __post_init__(self):
+        if not 0 <= self.last_share <= 1:
+            raise ValueError(f"last_share {self.last_share}: must be 0 to 1")
+        if self.combine not in ("bf16", "mxfp8"):
+            raise ValueError(f"combine {self.combine!r}: allowed are bf16, mxfp8")
+
     def experts_of(self, layer, layers):
         """The Gemms of the routed experts in layer `layer` of `layers`."""
         last = max(1, round(self.last_share * layers)) if self.last_share > 0 else 0
-        return self.last if layer >= layers - last else self.experts
+        return self.last if self.last and layer >= layers - last else self.experts
 
 
-_MX = Recipe("mxfp8", IN_MXFP8, IN_MXFP8, dense=IN_MXFP8, combine="mxfp8")
-_NV = replace(_MX, name="nvfp4", experts=IN_NVFP4)
+_MX = Recipe("mxfp8", experts=IN_MXFP8, dense=IN_MXFP8, combine="mxfp8")
+_NV = replace(_MX, name="nvfp4", experts=IN_NVFP4, last=IN_MXFP8)
 
 
 def _nvfp4_but(name, **changes):
@@ -507,41 +544,7 @@ RECIPES = {r.name: r for r in (
 )}
 
 
-def payload_parts(fmt, width):
-    """Bytes of a row's codes, scales and outer scale."""
-    if FORMATS[fmt].block == MXFP8.block:
-        return width, width // 32
-    return width // 2, width // 16, 4
-
-
-def payload_bytes(fmt, width):
-    return sum(payload_parts(fmt, width))
-
-
-def payload(x, fmt, index=None):
-    """Rows x[index] as the bytes that travel, uint8 [n, ..]: codes | scales | outer scale. "bf16"
-    means as they are."""
-    if fmt != "bf16":
-        parts = [t for t in quantize(x, fmt).tensors() if t is not None]
-        x = torch.cat([t.contiguous().view(len(x), -1).view(torch.uint8) for t in parts], 1)
-    return (x if index is None else x.index_select(0, index)).contiguous().view(torch.uint8)
-
-
-def from_payload(rows, fmt, width):
-    """The packed tensor of uint8 rows whose numbers are `width` to a row: a view of them, where
-    outer scales lie at multiples of 4 bytes."""
-    codes, scales, *outer = rows.split(payload_parts(fmt, width), 1)
-    if not outer:
-        return Quantized(fmt, codes.view(torch.float8_e4m3fn), scales)
-    if width % 64:
-        outer[0] = outer[0].clone(memory_format=torch.contiguous_format)
-    return Quantized(fmt, codes, scales.view(torch.float8_e4m3fn),
-                     outer[0].view(torch.float32)[:, 0])
-
-
 # -------------------------------------------------------------------- the reference's GEMM operands
-# A backend is a namespace of functions: quantize, cast, weight_outer and those of this section.
-# kernels.py has the same ones for GPUs.
 def zero_padding(x, counts):
     """A copy of x [R, K] with each expert's padding rows set to zero: blocks along T span them."""
     if counts is None:
@@ -582,7 +585,9 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     Along T, axis=-2, padding counts as zero. rounded: x holds values of `fmt` already, in blocks
-    along its rows. Only this backend's GEMMs read the result.
+    along its rows, and is what the GEMM reads. (Packed operands of a native GEMM are made of it all
+    the same; rounding twice changes nothing.) dtype: of a packed tensor's values, fp32 by default,
+    as kernels.operand has bf16. Only this backend's GEMMs read the result.
     """
     if rounded:
         return x
@@ -637,59 +642,6 @@ def swiglu(h):
     return (torch.nn.functional.silu(gate) * up).to(h.dtype)
 
 
-REFERENCE = SimpleNamespace(swiglu=swiglu, quantize=quantize, cast=cast, payload=payload,
-                            weight_outer=weight_outer,
-                            operand=operand, quantize_operand=quantize_operand,
-                            operand_pair=operand_pair, gemm=gemm, gemm_wgrad=gemm_wgrad)
-
-
-def has_kernel(f):
-    """f as written; where a GPU computes, the function of its name in kernels.py, which is the same
-    in few passes over memory."""
-    @functools.wraps(f)
-    def call(first, *rest, **kw):
-        if not first.is_cuda:
-            return f(first, *rest, **kw)
-        import kernels
-        ours = kernels.backend(first.device) != "reference"
-        return (getattr(kernels, f.__name__) if ours else f)(first, *rest, **kw)
-    return call
-
-
-class Captured:
-    """A function of tensors, replayed on a GPU as one CUDA graph, without a launch per kernel. The
-    first calls run as they are, which compiles and warms up; shapes must not change."""
-
-    def __init__(self, function, warmup=3):
-        self.function, self.warmup, self.graph = function, warmup, None
-
-    def __call__(self, *tensors):
-        if self.warmup:
-            self.warmup -= 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                result = self.function(*tensors)
-            torch.cuda.current_stream().wait_stream(side)
-            return result
-        if not self.graph:
-            self.inputs, self.graph = [t.clone() for t in tensors], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.result = self.function(*self.inputs)
-        for mine, given in zip(self.inputs, tensors):
-            mine.copy_(given)
-        self.graph.replay()
-        return self.result
-
-
-def backend_for(x):
-    """The functions that serve x's device."""
-    if x.device.type != "cuda":
-        return REFERENCE
-    import kernels
-    return kernels.ops(x.device)
-
-
 # -------------------------------------------------------------------------------- the linear layers
 @dataclass
 class Weight:
@@ -700,15 +652,15 @@ class Weight:
 
     def rewrite(self, new):
         """Take over the numbers of `new` that are not in this storage already, and keep it."""
-        for mine, given in zip(_storage(self.forward, self.backward),
-                               _storage(new.forward, new.backward)):
+        for mine, given in zip(storage(self.forward, self.backward),
+                               storage(new.forward, new.backward)):
             if mine.data_ptr() != given.data_ptr():
                 mine.copy_(given)
         self.packed = new.packed
         return self
 
 
-def _storage(*operands):
+def storage(*operands):
     """All tensors of operands, which are tensors or, for native GEMMs, dataclasses of them."""
     found = [[o] if torch.is_tensor(o) else list(vars(o).values()) for o in operands]
     return [t for ts in found for t in ts if torch.is_tensor(t)]
@@ -745,8 +697,8 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=
             forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
         else:
             forward = b.operand(packed or w, gemms.w, outer=outer, **first)
-            backward = b.operand(w, gemms.back, outer=outer if is_fp4(gemms.back) else None,
-                                 **again, **second)
+            backward = b.operand(w.to(dtype) if gemms.back == "bf16" else w, gemms.back,
+                                 outer=outer if is_fp4(gemms.back) else None, **again, **second)
         new = Weight(forward, backward, packed)
         return new if into is None else into.rewrite(new)
 
@@ -850,6 +802,95 @@ def linear(x, w, recipe, *, weight=None, seed=0, rows=None, swiglu=False):
     return (y[:-short] if short else y).view(*shape[:-1], w.shape[0])
 
 
+# ------------------------------------------------------------------------------------- what travels
+def payload_parts(fmt, width):
+    """Bytes of a row's codes, scales and outer scale."""
+    if FORMATS[fmt].block == MXFP8.block:
+        return width, width // 32
+    return width // 2, width // 16, 4
+
+
+def payload_bytes(fmt, width):
+    return sum(payload_parts(fmt, width))
+
+
+def payload(x, fmt, index=None):
+    """Rows x[index] as the bytes that travel, uint8 [n, ..]: codes | scales | outer scale. "bf16"
+    means as they are."""
+    if fmt != "bf16":
+        parts = [t for t in quantize(x, fmt).tensors() if t is not None]
+        x = torch.cat([t.contiguous().view(len(x), -1).view(torch.uint8) for t in parts], 1)
+    return (x if index is None else x.index_select(0, index)).contiguous().view(torch.uint8)
+
+
+def from_payload(rows, fmt, width):
+    """The packed tensor of uint8 rows whose numbers are `width` to a row: a view of them, where
+    outer scales lie at multiples of 4 bytes."""
+    codes, scales, *outer = rows.split(payload_parts(fmt, width), 1)
+    if not outer:
+        return Quantized(fmt, codes.view(torch.float8_e4m3fn), scales)
+    if width % 64:
+        outer[0] = outer[0].clone(memory_format=torch.contiguous_format)
+    return Quantized(fmt, codes, scales.view(torch.float8_e4m3fn),
+                     outer[0].view(torch.float32)[:, 0])
+
+
+# ------------------------------------------------------------------------------------ how it is run
+# A backend is a namespace of functions, the same ones for the CPU here and for GPUs in kernels.py,
+# which is not imported before a GPU asks for it: it needs Triton.
+REFERENCE = SimpleNamespace(
+    quantize=quantize, cast=cast, weight_outer=weight_outer, payload=payload, swiglu=swiglu,
+    operand=operand, quantize_operand=quantize_operand, operand_pair=operand_pair,
+    gemm=gemm, gemm_wgrad=gemm_wgrad)
+
+
+def backend_for(x):
+    """The functions that serve x's device."""
+    if x.device.type != "cuda":
+        return REFERENCE
+    import kernels
+    return kernels.ops(x.device)
+
+
+def has_kernel(f):
+    """f as written; where a GPU computes, the function of its name in kernels.py, which is the same
+    in few passes over memory."""
+    @functools.wraps(f)
+    def call(first, *rest, **kw):
+        if not first.is_cuda:
+            return f(first, *rest, **kw)
+        import kernels
+        ours = kernels.backend(first.device) != "reference"
+        return (getattr(kernels, f.__name__) if ours else f)(first, *rest, **kw)
+    return call
+
+
+class Captured:
+    """A function of tensors, replayed on a GPU as one CUDA graph, without a launch per kernel. The
+    first calls run as they are, which compiles and warms up; shapes must not change."""
+
+    def __init__(self, function, warmup=3):
+        self.function, self.warmup, self.graph = function, warmup, None
+
+    def __call__(self, *tensors):
+        if self.warmup:
+            self.warmup -= 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                result = self.function(*tensors)
+            torch.cuda.current_stream().wait_stream(side)
+            return result
+        if not self.graph:
+            self.inputs, self.graph = [t.clone() for t in tensors], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(*self.inputs)
+        for mine, given in zip(self.inputs, tensors):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.result
+
+
 # --------------------------------------------------------------------------------------- the lesson
 EXAMPLE = torch.tensor([-54, 27, 20.25, 13, 9, 4.5, 2, 1, 0, -1, -3, -7, -12, -18, -30, 40])
 
@@ -903,14 +944,16 @@ def lesson_second_copy():
 
 def lesson_recipes():
     """What the GEMMs of each recipe read."""
-    row = "{:<20}{:<21}{:<18}{:<25}{:<7}{}".format
+    row = "{:<20}{:<21}{:<18}{:<26}{:<7}{}".format
     print()
     print(row("experts", "forward: X, W", "backward: dY", "X and W again, of", "dense", "sent"))
     print(row("  blocks along", "K", "N and T", "T (X), N (W)", "layers", "back"))
     for name, r in RECIPES.items():
         g = r.experts
+        sent = "*" if g.source == "original" and g.wire != "bf16" else ""
         print(row(name, f"{g.x}, {g.w}", f"{g.dy} {g.dy_rounding}",
-                  f"{g.back} {g.rounding}, {g.source}", r.dense.x, r.combine))
+                  f"{g.back} {g.rounding}, {g.source}{sent}", r.dense.x, r.combine))
+    print("* but of the X that is sent to experts only the rounded copy is there")
 
 
 if __name__ == "__main__":

@@ -161,16 +161,17 @@ class Failed(Refused):
 # ---------------------------------------------------------------------------------------------- run
 class Run:
     """What a stage works on: the model, its optimizer, the data, the log and where it stands. Each
-    process has one; that of the first one leads: it speaks and writes."""
+    process has one; that of the first one leads: it speaks and writes. model: one that is there
+    already, which needs no corpus: its rows are given to it."""
 
-    def __init__(self, cfg, device):
+    def __init__(self, cfg, device, model=None):
         self.cfg, self.device, self.out = cfg, device, Path(cfg.out)
-        self.mesh = Mesh(cfg.ep, device.type)
+        self.mesh = Mesh(cfg.ep, device.type) if model is None else model.mesh
         self.leads = self.mesh.rank == 0
         self.corpus, self.task = None, find_task(cfg.task)
-        if cfg.stage not in ("sample", "export"):
+        if model is None and cfg.stage not in ("sample", "export"):
             self.corpus = load_corpus(cfg.data or None)
-        self.model = GPT(cfg.model(), cfg.precision, cfg.seed, self.mesh).to(device)
+        self.model = model or GPT(cfg.model(), cfg.precision, cfg.seed, self.mesh).to(device)
         self.opt = None
         step = functools.partial(pretrain_update, self)
         alone = device.type == "cuda" and self.mesh.world == 1

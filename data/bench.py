@@ -7,7 +7,6 @@ several, `torchrun --nproc_per_node N data/bench.py --models B --ep 1 N`, with e
 --ep.
 """
 import argparse
-import functools
 import gc
 import itertools
 import statistics
@@ -96,18 +95,14 @@ class OnDevice(train.GPT):
                 torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
 
-def random_run(model, precision, device, ep):
+def random_run(name, precision, device, ep):
     """A run of model A or B that needs no corpus, with the model's batch on each GPU."""
-    cfg = train.Config(precision=precision, text_share=1.0, lr=1e-4, **MODELS[model])
+    cfg = train.Config(precision=precision, text_share=1.0, lr=1e-4, **MODELS[name])
     cfg.batch *= who()[1]
-    run = train.Run.__new__(train.Run)
     with torch.device(device):
-        run.model = OnDevice(cfg.model(), precision, mesh=Mesh(ep, "cuda"))
-    run.cfg, run.device, run.at, run.mesh = cfg, device, dict(step=0), run.model.mesh
-    run.opt = train.adamw(run.model, cfg.weight_decay)
-    run.pretrain_update = functools.partial(train.pretrain_update, run)
-    if run.mesh.world == 1:
-        run.pretrain_update = quant.Captured(run.pretrain_update)
+        model = OnDevice(cfg.model(), precision, mesh=Mesh(ep, "cuda"))
+    run = train.Run(cfg, device, model)
+    run.opt = train.adamw(model, cfg.weight_decay)
     return run
 
 
@@ -189,7 +184,7 @@ def measure_generation(precision, repeats, batch=512, new=256, copy=4.24e12):
     fast, slow = zip(*times)
     token = statistics.median(fast) / new
     weights = [(name, t.nbytes) for layer in model.operands for name, w in layer.items()
-               for t in quant._storage(w.forward)]
+               for t in quant.storage(w.forward)]
     touched = sum(size for _, size in weights)
     routed = sum(size for name, size in weights if name in ("w1", "w2"))
     active = touched - routed + routed * model.cfg.top_k // model.cfg.experts

@@ -27,20 +27,22 @@ BACKWARD = ("nvfp4", "nvfp4-nearest", "nvfp4-original", "nvfp4-independent")
 def exact_backward(name):
     """The recipe with a backward pass that reads the forward operands as they are, 4-bit numbers
     decoded, and rounds nothing: what gradients should be on average."""
-    g = quant.RECIPES[name].experts
-    return quant.Recipe(name, replace(g, dy="bf16", back="bf16", source="copy"))
+    g = replace(quant.RECIPES[name].experts, dy="bf16", back="bf16", source="copy")
+    return quant.Recipe(name, g, last=quant.IN_BF16)
 
 
 def operand_alone(name):
     """The recipe's second copies of X and W, and nothing else of it rounded in the backward. Then
     the gradient is linear in each of the roundings, which are independent, so where they are
     unbiased it is."""
-    return quant.Recipe(name, replace(quant.RECIPES[name].experts, dy="bf16"))
+    g = replace(quant.RECIPES[name].experts, dy="bf16")
+    return quant.Recipe(name, g, last=quant.IN_BF16)
 
 
 def gradients_rounded(name):
     """The same with dY and what crosses the wire in MXFP8, to nearest, as in training."""
-    return quant.Recipe(name, quant.RECIPES[name].experts, combine=quant.RECIPES[name].combine)
+    r = quant.RECIPES[name]
+    return quant.Recipe(name, r.experts, last=quant.IN_BF16, combine=r.combine)
 
 
 def expert_gradient(model, rows, seed):
@@ -122,7 +124,7 @@ def tile_error(place, seeds=5, size=1024):
 def saved_bytes(model, rows):
     """Bytes that autograd keeps between forward and backward, each storage once; not weights."""
     mine = [model.parameters(), model.buffers()] + [
-        quant._storage(w.forward, w.backward) for layer in model.operands for w in layer.values()]
+        quant.storage(w.forward, w.backward) for layer in model.operands for w in layer.values()]
     skip = {t.untyped_storage().data_ptr() for ts in mine for t in ts}
     seen = {}
 

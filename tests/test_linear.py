@@ -1,5 +1,6 @@
 """The three GEMMs of each recipe, and a token's way to its experts, against sums in fp64."""
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,8 +8,8 @@ import torch.nn.functional as F
 
 import moe_comm
 import quant
-from quant import (IN_BF16, IN_MXFP8, IN_NVFP4, RECIPES, cast, fold, grouped_linear, linear,
-                   prepare, quantize)
+from quant import (IN_BF16, IN_MXFP8, IN_NVFP4, RECIPES, Gemms, Recipe, cast, fold, grouped_linear,
+                   linear, prepare, quantize)
 
 #   experts of          forward                 backward         X in wgrad, W in dgrad
 #   recipe              X            W          dY    rounding   as    made of  rounding
@@ -173,6 +174,49 @@ def test_recipe_names_mean_their_rule_for_experts_or_for_dense_layers():
 def test_the_last_layers_keep_8_bits(layers, last):
     kinds = [RECIPES["nvfp4"].experts_of(i, layers).x for i in range(layers)]
     assert kinds == ["nvfp4"] * (layers - last) + ["mxfp8"] * last
+
+
+def test_without_a_rule_of_their_own_the_last_layers_are_as_the_others():
+    mine = Recipe("mine", IN_NVFP4)
+    assert [mine.experts_of(i, 4) for i in range(4)] == [IN_NVFP4] * 4
+    assert replace(mine, experts=IN_MXFP8).experts_of(3, 4) == IN_MXFP8
+
+
+WORDS = dict(x=("bf16", "mxfp8", "nvfp4", "nvfp4_tile"), w=("bf16", "mxfp8", "nvfp4", "nvfp4_tile"),
+             dy=("bf16", "mxfp8", "nvfp4"), back=("bf16", "mxfp8", "nvfp4", "nvfp4_tile"),
+             source=("original", "copy"), hadamard=(False, True))
+
+
+@pytest.mark.parametrize("x", WORDS["x"])
+@pytest.mark.parametrize("w", WORDS["w"])
+def test_a_combination_is_refused_in_one_sentence_or_it_trains(x, w):
+    case, refused, ran = Case((5, 40), N=32, K=32), set(), 0
+    for rest in itertools.product(*(WORDS[n] for n in ("dy", "back", "source", "hadamard"))):
+        try:
+            gemms = Gemms(x, w, *rest[:3], hadamard=rest[3])
+        except ValueError as error:
+            refused.add(str(error).split()[0])
+            continue
+        y, dx, dw = case.run(gemms)
+        rows = real_rows(case.counts)
+        assert y[rows].any() and dx[rows].any() and all(t.isfinite().all() for t in (y, dx, dw))
+        assert (w == "bf16") <= (gemms.back == "bf16")           # nothing in it is ignored
+        ran += 1
+    assert refused <= {"x", "back", "source", "hadamard:"} and (ran > 0) == (x != "nvfp4_tile")
+
+
+@pytest.mark.parametrize("wrong", [dict(x="fp4"), dict(back="mxfp4"), dict(rounding="up"),
+                                   dict(dy_rounding=""), dict(source="x")], ids=str)
+def test_a_misspelt_word_of_a_recipe_is_named_with_what_is_allowed(wrong):
+    (name, word), = wrong.items()
+    with pytest.raises(ValueError, match=f"^{name} '{word}': allowed are "):
+        Gemms(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [dict(combine="nvfp4"), dict(last_share=15)], ids=str)
+def test_a_recipe_out_of_range_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Recipe("mine", IN_MXFP8, **wrong)
 
 
 def test_every_dimension_that_no_block_divides_is_named():

@@ -428,8 +428,7 @@ def one_update(model, rows):
 
 
 def train_run(model):
-    run = train.Run.__new__(train.Run)
-    run.cfg, run.model, run.mesh, run.device = train.Config(), model, model.mesh, torch.device("cpu")
+    run = train.Run(train.Config(), torch.device("cpu"), model)
     run.opt = train.adamw(model, 0.0)
     return run
 

@@ -79,7 +79,7 @@ class Policy(torch.nn.Module):
 
     def __init__(self, logits):
         super().__init__()
-        self.table = torch.nn.Parameter(logits)
+        self.table, self.mesh = torch.nn.Parameter(logits), Mesh()
 
     def forward(self, rows, first_token=0):
         return self.table.expand(*rows.shape, -1)
@@ -91,9 +91,8 @@ def policy_gradient(policy, answers, rewards, rollout_logp, **config):
     n = len(answers)
     batch = (torch.zeros(n, 1).long(), answers[:, None], rollout_logp[:, None],
              torch.ones(n, 1).bool(), rewards)
-    run = train.Run.__new__(train.Run)
-    run.cfg = train.Config(rl_text=0.0, prompts=1, group=n, **config)
-    run.mesh, run.model, run.device = Mesh(), policy, torch.device("cpu")
+    cfg = train.Config(rl_text=0.0, prompts=1, group=n, **config)
+    run = train.Run(cfg, torch.device("cpu"), policy)
     for loss in train.rl_losses(run, 0, batch, train.advantages(rewards, n), []):
         loss.backward()
     return policy.table.grad.clone()

@@ -20,7 +20,6 @@ elsewhere the loss is close, not equal. Its layout is compressed-tensors' `nvfp4
 
 A model whose answers end with a newline stops there if told to: generate(..., eos_token_id=10).
 """
-
 import json
 import math
 import os
@@ -32,38 +31,19 @@ import torch
 
 import quant
 
-# ---- Names: theirs and ours
-
+# --------------------------------------------------------------------------- names: theirs and ours
 # Fields of ModelConfig and what config.json calls them.
 FIELDS = dict(
-    dim="hidden_size",
-    layers="num_hidden_layers",
-    heads="num_attention_heads",
-    kv_heads="num_key_value_heads",
-    head_dim="head_dim",
-    experts="n_routed_experts",
-    top_k="num_experts_per_tok",
-    expert_dim="moe_intermediate_size",
-    shared="n_shared_experts",
-    dense_layers="first_k_dense_replace",
-    dense_dim="intermediate_size",
-    seq_len="max_position_embeddings",
-    norm_eps="rms_norm_eps",
-    route_scale="routed_scaling_factor",
-)
+    dim="hidden_size", layers="num_hidden_layers", heads="num_attention_heads",
+    kv_heads="num_key_value_heads", head_dim="head_dim", experts="n_routed_experts",
+    top_k="num_experts_per_tok", expert_dim="moe_intermediate_size", shared="n_shared_experts",
+    dense_layers="first_k_dense_replace", dense_dim="intermediate_size",
+    seq_len="max_position_embeddings", norm_eps="rms_norm_eps", route_scale="routed_scaling_factor")
 # What our model is and cannot be otherwise. Written out in full, because some defaults of theirs
 # are other models: half of each head rotary, no normalised queries and keys.
 FIXED = dict(
-    model_type="glm4_moe",
-    vocab_size=256,
-    hidden_act="silu",
-    attention_bias=False,
-    tie_word_embeddings=False,
-    use_qk_norm=True,
-    norm_topk_prob=True,
-    n_group=1,
-    topk_group=1,
-)
+    model_type="glm4_moe", vocab_size=256, hidden_act="silu", attention_bias=False,
+    tie_word_embeddings=False, use_qk_norm=True, norm_topk_prob=True, n_group=1, topk_group=1)
 FIXED_ROPE = dict(rope_type="default", partial_rotary_factor=1.0)
 PACKED = "nvfp4-pack-quantized"
 
@@ -113,9 +93,7 @@ def packed_parts(q, like):
     return parts if like.dim() == 3 else {name: t[0] for name, t in parts.items()}
 
 
-# ---- Export
-
-
+# ------------------------------------------------------------------------------------------- export
 def stored_forms(model, fmt):
     """Our tensor's name -> {what follows their name: tensor}: the table at the top."""
     linears = {}
@@ -157,60 +135,37 @@ def empty_tensors(cfg):
     """Without shared experts, theirs has some of width 0 all the same."""
     shapes = dict(gate_proj=(0, cfg.dim), up_proj=(0, cfg.dim), down_proj=(cfg.dim, 0))
     layers = () if cfg.shared else range(cfg.dense_layers, cfg.layers)
-    return {
-        f"model.layers.{layer}.mlp.shared_experts.{name}.weight": torch.empty(shape)
-        for layer in layers
-        for name, shape in shapes.items()
-    }
+    return {f"model.layers.{layer}.mlp.shared_experts.{name}.weight": torch.empty(shape)
+            for layer in layers for name, shape in shapes.items()}
 
 
-def model_config(cfg, recipe, dtype="bfloat16"):
+def model_config(cfg, recipe):
     """config.json. `forward_recipe` is ours: in which precision its numbers are to be read."""
     rope = FIXED_ROPE | dict(rope_theta=cfg.rope_theta)
     return dict(
-        architectures=["Glm4MoeForCausalLM"],
-        **FIXED,
+        architectures=["Glm4MoeForCausalLM"], **FIXED,
         **{theirs: getattr(cfg, ours) for ours, theirs in FIELDS.items()},
         rope_parameters=rope,
         # The same for transformers 4, which looks for them here.
-        rope_theta=rope["rope_theta"],
-        partial_rotary_factor=rope["partial_rotary_factor"],
-        num_nextn_predict_layers=0,
-        attention_dropout=0.0,
+        rope_theta=rope["rope_theta"], partial_rotary_factor=rope["partial_rotary_factor"],
+        num_nextn_predict_layers=0, attention_dropout=0.0,
         # A padding byte named here would freeze its row of the embedding in fine-tuning.
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=True,
-        dtype=dtype,
-        forward_recipe=recipe,
-    )
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        use_cache=True, dtype="bfloat16", forward_recipe=recipe)
 
 
 def quantization_config(tensors):
     """compressed-tensors' description of a file with packed weights."""
     matrices = [name for name, t in tensors.items() if name.endswith(".weight") and t.dim() == 2]
     ignore = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
-    weights = dict(
-        num_bits=4,
-        type="float",
-        strategy="tensor_group",
-        group_size=16,
-        symmetric=True,
-        dynamic=False,
-        scale_dtype="torch.float8_e4m3fn",
-    )
+    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True,
+                   dynamic=False, scale_dtype="torch.float8_e4m3fn")
     group = dict(targets=["Linear"], weights=weights, format=PACKED)
     group |= dict(input_activations=None, output_activations=None)
     return dict(
-        quant_method="compressed-tensors",
-        format=PACKED,
-        quantization_status="compressed",
-        config_groups=dict(group_0=group),
-        ignore=ignore,
-        kv_cache_scheme=None,
-        global_compression_ratio=None,
-    )
+        quant_method="compressed-tensors", format=PACKED, quantization_status="compressed",
+        config_groups=dict(group_0=group), ignore=ignore, kv_cache_scheme=None,
+        global_compression_ratio=None)
 
 
 def byte_letters():
@@ -228,28 +183,12 @@ def tokenizer():
     """
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     model = dict(
-        type="BPE",
-        vocab={letter: byte for byte, letter in byte_letters().items()},
-        merges=[],
-        dropout=None,
-        unk_token=None,
-        continuing_subword_prefix=None,
-        end_of_word_suffix=None,
-        fuse_unk=False,
-        byte_fallback=False,
-        ignore_merges=False,
-    )
+        type="BPE", vocab={letter: byte for byte, letter in byte_letters().items()}, merges=[],
+        dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
+        fuse_unk=False, byte_fallback=False, ignore_merges=False)
     return dict(
-        version="1.0",
-        truncation=None,
-        padding=None,
-        added_tokens=[],
-        normalizer=None,
-        pre_tokenizer=byte_level,
-        post_processor=None,
-        decoder=byte_level,
-        model=model,
-    )
+        version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None,
+        pre_tokenizer=byte_level, post_processor=None, decoder=byte_level, model=model)
 
 
 def small_files(cfg):
@@ -257,19 +196,15 @@ def small_files(cfg):
     bytes."""
     return {
         "tokenizer.json": tokenizer(),
-        "tokenizer_config.json": dict(
-            tokenizer_class="PreTrainedTokenizerFast",
-            clean_up_tokenization_spaces=False,
-            model_max_length=cfg.seq_len,
-        ),
-        "generation_config.json": dict(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
-        ),
-    }
+        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast",
+                                      clean_up_tokenization_spaces=False,
+                                      model_max_length=cfg.seq_len),
+        "generation_config.json": dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                       pad_token_id=0)}
 
 
 def export(model, folder, fmt):
-    """Writes the folder, all of it or nothing; returns a sentence for the user.
+    """Write the folder, all of it or nothing; return a sentence for the user.
 
     ValueError where the model has no such form, or something else is in the way.
     """
@@ -281,10 +216,8 @@ def export(model, folder, fmt):
     config = model_config(cfg, recipe="bf16" if fmt == "bf16" else model.recipe.name)
     if fmt == "nvfp4":
         if not any(name.endswith("_packed") for name in tensors):
-            raise ValueError(
-                f"--export-format nvfp4: the recipe {model.recipe.name} has no weights in 4 bits; "
-                "use bf16, or train with --precision nvfp4"
-            )
+            raise ValueError(f"--export-format nvfp4: the recipe {model.recipe.name} has no "
+                             "weights in 4 bits; use bf16, or train with --precision nvfp4")
         config["quantization_config"] = quantization_config(tensors)
     try:
         write_folder(folder, tensors, small_files(cfg) | {"config.json": config})
@@ -295,37 +228,34 @@ def export(model, folder, fmt):
 
 
 def describe(folder, model, tensors, fmt):
+    """How large the export is, and what other programs do not do with it."""
     size, bf16 = nbytes(tensors), nbytes(their_tensors(model, stored_forms(model, "bf16")))
     if fmt == "bf16":
         return f"{folder}: {size / 1e6:.2f} MB"
     packed = {name: t for name, t in tensors.items() if not name.endswith(("weight", "bias"))}
     numbers = 2 * sum(t.numel() for name, t in packed.items() if name.endswith("_packed"))
-    return (
-        f"{folder}: {size / 1e6:.2f} MB, {size / bf16:.3f} of the {bf16 / 1e6:.2f} MB in bf16 (the "
-        f"weights in 4 bits alone {nbytes(packed) / numbers / 2:.3f}); other programs do not round "
-        "activations"
-    )
+    return (f"{folder}: {size / 1e6:.2f} MB, {size / bf16:.3f} of the {bf16 / 1e6:.2f} MB in bf16 "
+            f"(the weights in 4 bits alone {nbytes(packed) / numbers / 2:.3f}); other programs do "
+            "not round activations")
 
 
 def nbytes(tensors):
+    """Of all tensors of a folder, name -> tensor."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-# ---- Writing
-
-
+# ------------------------------------------------------------------------------------------ writing
 OWNER = dict(format="pt", written_by="train.py --stage export")  # transformers asks for the first
 
 
 def write_folder(folder, tensors, texts):
-    """Writes beside the folder and renames. config.json comes last, and nothing loads without it: a
+    """Write beside the folder and rename. config.json comes last, and nothing loads without it: a
     kill at any moment leaves a whole folder or none that looks whole."""
     temporary, old = beside(folder, ".tmp"), beside(folder, ".old")
     for path in (folder, temporary, old):
         if path.exists() and not is_ours(path, texts, whole=path == folder):
-            raise ValueError(
-                f"{path} is no export of this program: move it away, or use another --out"
-            )
+            raise ValueError(f"{path} is no export of this program: move it away, or use another "
+                             "--out")
     for path in (temporary, old):
         shutil.rmtree(path, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -345,12 +275,12 @@ def beside(folder, ending):
 
 
 def is_ours(folder, texts, whole):
-    """Whether an export wrote the folder, and nobody has put anything else into it."""
+    """Did an export write the folder, and has nobody put anything else into it?"""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     if not names <= {"model.safetensors", *texts}:
         return False
     if not whole and "config.json" not in names:
-        return True  # what a killed export left
+        return True                     # what a killed export left
     try:
         return read_header(folder / "model.safetensors")[1] == OWNER
     except (OSError, ValueError):
@@ -389,23 +319,15 @@ def sync_folder(path):
         os.close(handle)
 
 
-# ---- Reading
-
-
-TYPES = dict(
-    F32=torch.float32,
-    F16=torch.float16,
-    BF16=torch.bfloat16,
-    F8_E4M3=torch.float8_e4m3fn,
-    U8=torch.uint8,
-)
+# ------------------------------------------------------------------------------------------ reading
+TYPES = dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16, F8_E4M3=torch.float8_e4m3fn,
+             U8=torch.uint8)
 TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass
 class Stored:
     """Where a tensor lies."""
-
     path: Path
     dtype: torch.dtype
     shape: tuple
@@ -500,15 +422,13 @@ def read_config(folder):
         raise ValueError(f"{path}: weights in the format {kind!r}; allowed is {PACKED!r}, or none")
     recipe = config.get("forward_recipe", "bf16")
     if recipe not in quant.RECIPES:
-        raise ValueError(
-            f"{path}: forward_recipe {recipe!r}; there are {', '.join(quant.RECIPES)}"
-        )
+        raise ValueError(f"{path}: forward_recipe {recipe!r}; there are {', '.join(quant.RECIPES)}")
     return fields | dict(precision=recipe)
 
 
 @torch.no_grad()
 def load(folder, model):
-    """Fills the model in place and returns the codes of packed weights, our name -> Quantized, for
+    """Fill the model in place and return the codes of packed weights, our name -> Quantized, for
     GPT.keep_codes. ValueError, in one sentence, on a tensor that is missing, of the wrong shape, or
     has no place in the model."""
     folder, packed, is_packed = Path(folder), {}, {}
@@ -522,9 +442,8 @@ def load(folder, model):
             raise ValueError(f"{folder}: tensor {name} is missing")
         stored = there.pop(name)
         if stored.shape != shape:
-            raise ValueError(
-                f"{folder}: tensor {name} is {stored.shape}, and must be {tuple(shape)}"
-            )
+            raise ValueError(f"{folder}: tensor {name} is {stored.shape}, and must be "
+                             f"{tuple(shape)}")
         return stored.read()
 
     for theirs, ours, index in layout(model.cfg):
@@ -542,17 +461,19 @@ def load(folder, model):
     for name, t in parts_here.items():
         t.copy_(model.here(state[name]))
     model.weights_changed()
-    device = model.embed.device
     # Outer scales of other programs may be no powers of two: those numbers, not their codes.
-    return {
-        ours: quant.Quantized(q.fmt, *(model.here(t).to(device) if ours in parts_here
-                                       else t.to(device) for t in q.tensors()))
-        for ours, q in packed.items()
-        if bool((torch.frexp(q.outer).mantissa == 0.5).all())
-    }
+    return {ours: codes_here(q, model, ours in parts_here) for ours, q in packed.items()
+            if bool((torch.frexp(q.outer).mantissa == 0.5).all())}
+
+
+def codes_here(q, model, sharded):
+    """A packed weight on the model's device, of a sharded one the experts of this process."""
+    parts = (model.here(t) if sharded else t for t in q.tensors())
+    return quant.Quantized(q.fmt, *(t.to(model.embed.device) for t in parts))
 
 
 def empty_codes(w):
+    """Room for the codes of a weight w [E, N, K], or of one matrix."""
     *rows, columns = w.shape if w.dim() == 3 else (1, *w.shape)
     codes = torch.empty(*rows, columns // 2, dtype=torch.uint8)
     scales = torch.empty(*rows, columns // 16, dtype=torch.float8_e4m3fn)

@@ -1,9 +1,8 @@
-"""Text to bytes: finds a corpus, splits it into train and val, and cuts batches out of it.
+"""Text to bytes: find a corpus, split it into train and val, and cut batches out of it.
 
 The default corpus is Python's own standard library, so that a first run needs no network.
 `python data/prepare.py --data PATH --out FOLDER` writes a corpus that later runs map from disk.
 """
-
 import argparse
 import hashlib
 import http.client
@@ -25,39 +24,34 @@ import numpy as np
 # writes, and packages that some systems or Python versions do not have.
 OMITTED_FOLDERS = {
     "test", "tests", "encodings", "pydoc_data", "idlelib", "tkinter", "distutils", "lib2to3",
-    "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__",
-}  # fmt: skip
+    "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
 # These are written when a Python is built or packaged, and differ from machine to machine.
 OMITTED_PREFIXES = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
-VAL_BELOW = 2**64 // 12  # one file in twelve is val: 8 to 10 % of the default corpus's bytes
-SMALLEST = 20  # bytes; the tenth that becomes val then still holds one byte pair for the bigram
+VAL_BELOW = 2 ** 64 // 12    # one file in twelve is val: 8 to 10 % of the default corpus's bytes
+SMALLEST = 20                # bytes; the tenth that becomes val then still holds a pair of bytes
 
 ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
 ENWIK8_BYTES = 100_000_000
 ENWIK8_SHA1 = "57b8363b814821dc9d47aa4d41f58733519076b2"
 
-SOURCES = (
-    "--data takes a text file, a folder of text files, a prepared folder with train.bin and "
-    "val.bin, or the word enwik8"
-)
+SOURCES = ("--data takes a text file, a folder of text files, a prepared folder with train.bin and "
+           "val.bin, or the word enwik8")
 PREPARED_FILES = ("train.bin", "val.bin", "meta.json")
 
 
-# ---- Randomness without state: a hash for names, a mixer for counters
-
-
-def hash64(key: bytes) -> int:
-    """64 bits that depend on `key` alone; Python's own hash() differs from process to process."""
+# ------------------------------------------------------------------------- randomness without state
+def hash64(key):
+    """64 bits that depend on the bytes `key` alone; Python's hash() differs between processes."""
     return int.from_bytes(hashlib.blake2s(key, digest_size=8).digest(), "big")
 
 
-def random_bits(stream: str, *keys) -> np.ndarray:
+def random_bits(stream, *keys):
     """uint64 random bits, one for each combination of the integer `keys`, which broadcast.
 
     A pure function of its arguments: asking for more, fewer or other keys changes no result.
     """
-    state = np.array([hash64(stream.encode())], np.uint64)  # 1-d: numpy scalars warn of overflow
+    state = np.array([hash64(stream.encode())], np.uint64)      # 1-d: scalars warn of overflow
     for key in keys:
         # splitmix64's finaliser is a bijection, so two keys never collide under one prefix.
         state = state ^ np.asarray(key).astype(np.uint64)
@@ -67,31 +61,28 @@ def random_bits(stream: str, *keys) -> np.ndarray:
     return state
 
 
-def random_below(limit: int, stream: str, *keys) -> np.ndarray:
+def random_below(limit, stream, *keys):
     """int64 in [0, limit), as `random_bits`; the bias of the remainder is below limit / 2**64."""
     return (random_bits(stream, *keys) % np.uint64(limit)).astype(np.int64)
 
 
-# ---- The corpus
-
-
+# --------------------------------------------------------------------------------------- the corpus
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """A text as bytes (uint8 arrays; memory maps where the corpus was prepared)."""
-
     name: str
     train: np.ndarray
     val: np.ndarray
 
     @cached_property
-    def sha256(self) -> str:
+    def sha256(self):
         """Of the bytes of train followed by those of val."""
         digest = hashlib.sha256(self.train)
         digest.update(self.val)
         return digest.hexdigest()
 
     @cached_property
-    def bigram_bpb(self) -> float:
+    def bigram_bpb(self):
         """Bits per byte of val when each byte is guessed from the one before it.
 
         The guess is train's pair counts plus one. A model that does no better has only learned
@@ -102,7 +93,7 @@ class Corpus:
         pairs = pair_counts(self.val)
         return float((pairs * bits).sum() / pairs.sum())
 
-    def batch(self, seed: int, split: str, step: int, rows, length: int) -> np.ndarray:
+    def batch(self, seed, split, step, rows, length):
         """uint8 [len(rows), length]: a random window of the split for each global row number.
 
         A row's window depends on (seed, split, step, row) only. So a resumed run sees what the
@@ -112,27 +103,23 @@ class Corpus:
             raise ValueError(f"split is 'train' or 'val', not {split!r}")
         data = self.train if split == "train" else self.val
         if len(data) < length:
-            raise ValueError(
-                f"the {split} half of {self.name} holds {len(data)} bytes, fewer than the {length} "
-                "of one row: take a longer text or a shorter context"
-            )
+            raise ValueError(f"the {split} half of {self.name} holds {len(data)} bytes, fewer than "
+                             f"the {length} of one row: take a longer text or a shorter context")
         starts = random_below(len(data) - length + 1, f"text {split}", seed, step, rows)
         return np.lib.stride_tricks.sliding_window_view(data, length)[starts]
 
 
-def pair_counts(data: np.ndarray, chunk: int = 1 << 20) -> np.ndarray:
+def pair_counts(data, chunk=1 << 20):
     """int64 [256, 256]: how often byte b (column) follows byte a (row)."""
     counts = np.zeros(256 * 256, np.int64)
-    for start in range(0, len(data) - 1, chunk):  # bincount needs 8 bytes for each of ours
-        piece = data[start : start + chunk + 1].astype(np.int64)
+    for start in range(0, len(data) - 1, chunk):        # bincount needs 8 bytes for each of ours
+        piece = data[start:start + chunk + 1].astype(np.int64)
         counts += np.bincount(piece[:-1] * 256 + piece[1:], minlength=256 * 256)
     return counts.reshape(256, 256)
 
 
-# ---- Where a corpus comes from
-
-
-def load_corpus(source: str | None = None) -> Corpus:
+# ------------------------------------------------------------------------ where a corpus comes from
+def load_corpus(source=None):
     """The corpus at `source` (see SOURCES), or the standard library's for None.
 
     ValueError, in one sentence, for anything that is no such source.
@@ -151,47 +138,43 @@ def load_corpus(source: str | None = None) -> Corpus:
     return text_folder(path)
 
 
-def standard_library() -> Corpus:
+def standard_library():
     """The sources of this Python's standard library, without what the constants above leave out.
 
     On Python 3.10 to 3.13: 7.6 to 8.0 MB, bigram 3.456 to 3.464 bits per byte.
     """
-
-    def omit(name: str) -> bool:
+    def omit(name):
         return name in OMITTED_FOLDERS or name.startswith(OMITTED_PREFIXES)
-
     root = Path(sysconfig.get_path("stdlib"))
     files = {path: text for path, text in read_texts(root, omit) if path.endswith(".py")}
     return Corpus(f"python-{platform.python_version()}-stdlib", *split_files(files, root))
 
 
-def text_folder(root: Path) -> Corpus:
+def text_folder(root):
     """Every file below `root` that is text; what is hidden stays out."""
     files = dict(read_texts(root, omit=lambda name: name.startswith(".")))
     return Corpus(root.resolve().name, *split_files(files, root))
 
 
-def text_file(path: Path) -> Corpus:
+def text_file(path):
     data = np.fromfile(path, np.uint8)
     if not data.all():
         raise ValueError(f"{path} is no text, for it holds zero bytes; {SOURCES}")
     return Corpus(path.name, *split_tail(data, path))
 
 
-def prepared(folder: Path) -> Corpus:
+def prepared(folder):
     """A folder that main() wrote. Its halves are mapped, so that processes share one copy."""
     for half in (folder / "train.bin", folder / "val.bin"):
         if not half.is_file() or half.stat().st_size < 2:
-            raise ValueError(
-                f"{half} is missing or empty: a prepared folder holds train.bin and val.bin, each "
-                "of at least two bytes"
-            )
+            raise ValueError(f"{half} is missing or empty: a prepared folder holds train.bin and "
+                             "val.bin, each of at least two bytes")
     train, val = (np.memmap(folder / half, np.uint8, "r") for half in ("train.bin", "val.bin"))
     return Corpus(folder.resolve().name, train, val)
 
 
-def read_texts(root: Path, omit):
-    """Yields (relative path with '/', bytes) of the text files below root, in no order.
+def read_texts(root, omit):
+    """Yield (relative path with '/', bytes) of the text files below root, in no order.
 
     A file with a zero byte is no text. `omit` says which names of files and folders to pass over.
     """
@@ -199,17 +182,17 @@ def read_texts(root: Path, omit):
         subfolders[:] = [name for name in subfolders if not omit(name)]
         for name in names:
             path = Path(folder, name)
-            if omit(name) or not path.is_file():  # no broken links, pipes or sockets
+            if omit(name) or not path.is_file():                # no broken links, pipes or sockets
                 continue
             with path.open("rb") as file:
-                text = file.read(8192)  # enough to pass over a library of a gigabyte
+                text = file.read(8192)      # enough to pass over a library of a gigabyte
                 text += b"" if b"\0" in text else file.read()
             if b"\0" not in text:
                 yield path.relative_to(root).as_posix(), text
 
 
-def split_files(files: dict[str, bytes], root: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(train, val): whole files, each sent to its half by the hash of its relative path.
+def split_files(files, root):
+    """(train, val) of files, {relative path: bytes}: whole ones, each where its path's hash says.
 
     So the two halves share no file, and adding one moves no other. A hash means little for a
     handful of files: where val gets under 2 % or over 25 % of the bytes, its last tenth is val.
@@ -224,61 +207,54 @@ def split_files(files: dict[str, bytes], root: Path) -> tuple[np.ndarray, np.nda
     return split_tail(np.frombuffer(joined, np.uint8), root)
 
 
-def split_tail(data: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def split_tail(data, path):
     """(train, val): the last tenth is val.
 
     One cut rather than many chunks: no window of either half then spans a seam, and no val byte
     sits between train bytes that give it away.
     """
     if len(data) < SMALLEST:
-        raise ValueError(
-            f"{path} holds {len(data)} bytes of text, and a corpus needs {SMALLEST}; {SOURCES}"
-        )
+        raise ValueError(f"{path} holds {len(data)} bytes of text, and a corpus needs {SMALLEST}; "
+                         f"{SOURCES}")
     cut = len(data) - len(data) // 10
     return data[:cut], data[cut:]
 
 
-# ---- A larger corpus that others report on: the first 10^8 bytes of an English Wikipedia
-
-
-def enwik8() -> Corpus:
-    """Split as in the literature: 90 % train, the next 5 % val, and the last 5 % left alone.
+# ------------------------------------------------------------ a larger corpus that others report on
+def enwik8():
+    """The first 10^8 bytes of an English Wikipedia, split as in the literature: 90 % train, the
+    next 5 % val, and the last 5 % left alone.
 
     36 MB come over the network, unless the working directory has the file `enwik8`.
     """
     try:
         text = Path("enwik8").read_bytes() if Path("enwik8").is_file() else download_enwik8()
     except (OSError, http.client.HTTPException, zipfile.BadZipFile, zlib.error, KeyError) as error:
-        raise ValueError(
-            f"enwik8 could not be fetched from {ENWIK8_URL} ({error}): prepare it where there is "
-            "a network and pass that folder as --data, or leave --data out"
-        ) from error
+        raise ValueError(f"enwik8 could not be fetched from {ENWIK8_URL} ({error}): prepare it "
+                         "where there is a network and pass that folder as --data, or leave --data "
+                         "out") from error
     sha1 = hashlib.sha1(text, usedforsecurity=False).hexdigest()
     if len(text) != ENWIK8_BYTES or sha1 != ENWIK8_SHA1:
-        raise ValueError(
-            f"this is not enwik8, which has {ENWIK8_BYTES} bytes and SHA-1 {ENWIK8_SHA1}, but "
-            f"{len(text)} bytes with SHA-1 {sha1}"
-        )
+        raise ValueError(f"this is not enwik8, which has {ENWIK8_BYTES} bytes and SHA-1 "
+                         f"{ENWIK8_SHA1}, but {len(text)} bytes with SHA-1 {sha1}")
     data = np.frombuffer(text, np.uint8)
     train_end, val_end = len(data) * 90 // 100, len(data) * 95 // 100
     return Corpus("enwik8", data[:train_end], data[train_end:val_end])
 
 
-def download_enwik8() -> bytes:
+def download_enwik8():
     with zipfile.ZipFile(io.BytesIO(fetch(ENWIK8_URL))) as archive:
         return archive.read("enwik8")
 
 
-def fetch(url: str) -> bytes:
+def fetch(url):
     with urllib.request.urlopen(url, timeout=60) as reply:
         return reply.read()
 
 
-# ---- Command line
-
-
-def write_corpus(corpus: Corpus, out: Path) -> None:
-    """Writes train.bin, val.bin and meta.json into `out`, which may hold nothing else."""
+# ------------------------------------------------------------------------------------- command line
+def write_corpus(corpus, out):
+    """Write train.bin, val.bin and meta.json into `out`, which may hold nothing else."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out takes a new, an empty or a prepared folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -286,17 +262,10 @@ def write_corpus(corpus: Corpus, out: Path) -> None:
     known = {name + ending for name in PREPARED_FILES for ending in ("", ".tmp")}
     others = sorted(path.name for path in out.iterdir() if path.name not in known)
     if others:
-        raise ValueError(
-            f"{out} holds other files ({others[0]}): --out takes a new, an empty or a prepared "
-            "folder"
-        )
-    meta = {
-        "name": corpus.name,
-        "train_bytes": len(corpus.train),
-        "val_bytes": len(corpus.val),
-        "sha256": corpus.sha256,
-        "bigram_bpb": corpus.bigram_bpb,
-    }
+        raise ValueError(f"{out} holds other files ({others[0]}): --out takes a new, an empty or a "
+                         "prepared folder")
+    meta = dict(name=corpus.name, train_bytes=len(corpus.train), val_bytes=len(corpus.val),
+                sha256=corpus.sha256, bigram_bpb=corpus.bigram_bpb)
     corpus.train.tofile(out / "train.bin.tmp")
     corpus.val.tofile(out / "val.bin.tmp")
     (out / "meta.json.tmp").write_text(json.dumps(meta, indent=2) + "\n")
@@ -306,11 +275,10 @@ def write_corpus(corpus: Corpus, out: Path) -> None:
         os.replace(out / f"{name}.tmp", out / name)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     parser = argparse.ArgumentParser(description="Write a corpus as train.bin and val.bin.")
-    parser.add_argument(
-        "--data", help=SOURCES.removeprefix("--data takes ") + " (default: the standard library)"
-    )
+    parser.add_argument("--data", help=SOURCES.removeprefix("--data takes ")
+                        + " (default: the standard library)")
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     args = parser.parse_args(argv)
     try:
@@ -318,10 +286,8 @@ def main(argv: list[str] | None = None) -> None:
         write_corpus(corpus, args.out)
     except (ValueError, OSError) as error:
         raise SystemExit(f"prepare.py: {error}") from None
-    print(
-        f"{args.out}: {corpus.name}, {len(corpus.train):,} bytes train, {len(corpus.val):,} val, "
-        f"bigram {corpus.bigram_bpb:.3f} bits per byte, sha256 {corpus.sha256[:16]}"
-    )
+    print(f"{args.out}: {corpus.name}, {len(corpus.train):,} bytes train, {len(corpus.val):,} val, "
+          f"bigram {corpus.bigram_bpb:.3f} bits per byte, sha256 {corpus.sha256[:16]}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 A line is a prompt of fixed length, an answer of fixed length and the newline that stops it.
 One hash of a problem, whatever the order of its parts, holds it out of pretraining and RL alike.
 """
-
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -12,13 +11,13 @@ import numpy as np
 
 from data.prepare import hash64, random_below, random_bits
 
-HELD_OUT_BELOW = 2**64 // 8  # one problem in eight is kept for the test
-PAIRS = np.array(list(combinations(range(5), 2)))  # [10, 2]: which two digits of five `pick` takes
+HELD_OUT_BELOW = 2 ** 64 // 8       # one problem in eight is kept for the test
+PAIRS = np.array(list(combinations(range(5), 2)))       # [10, 2]: which two of five digits to pick
 
 
-@lru_cache(1 << 16)  # pretraining asks for the same few thousand problems at every step
-def held_out(canonical: bytes) -> bool:
-    """Whether the problem belongs to the test split.
+@lru_cache(1 << 16)         # pretraining asks for the same few thousand problems at every step
+def held_out(canonical):
+    """Does the problem belong to the test split?
 
     `canonical` writes a problem in one way however its parts are ordered: a model that has seen
     123+456 or 654321 sorted has seen 456+123 and 123456 too.
@@ -26,35 +25,31 @@ def held_out(canonical: bytes) -> bool:
     return hash64(canonical) < HELD_OUT_BELOW
 
 
-# ---- ASCII digits
-
-
-def ascii_digits(numbers: np.ndarray, count: int) -> np.ndarray:
-    """[n] -> uint8 [n, count], with leading zeros."""
+# ------------------------------------------------------------------------------------- ASCII digits
+def ascii_digits(numbers, count):
+    """int64 [n] -> uint8 [n, count], with leading zeros."""
     powers = 10 ** np.arange(count - 1, -1, -1)
     return (numbers[:, None] // powers % 10 + ord("0")).astype(np.uint8)
 
 
-def value(digits: np.ndarray) -> np.ndarray:
+def value(digits):
     """uint8 [n, count] -> int64 [n], the inverse of ascii_digits."""
     return (digits.astype(np.int64) - ord("0")) @ 10 ** np.arange(digits.shape[1] - 1, -1, -1)
 
 
-def beside(*parts) -> np.ndarray:
+def beside(*parts):
     """uint8 [n, width]: arrays [n, w], and bytes that every row repeats, from left to right."""
     n = next(len(part) for part in parts if isinstance(part, np.ndarray))
     rows = [as_row(part) if isinstance(part, bytes) else part for part in parts]
     return np.concatenate([np.broadcast_to(row, (n, row.shape[1])) for row in rows], axis=1)
 
 
-def as_row(text: bytes) -> np.ndarray:
-    """uint8 [1, len(text)]."""
+def as_row(text):
+    """Bytes as uint8 [1, len(text)]."""
     return np.frombuffer(text, np.uint8)[None]
 
 
-# ---- Tasks
-
-
+# -------------------------------------------------------------------------------------------- tasks
 @dataclass(frozen=True)
 class Task:
     """What all tasks share. A kind of task adds four methods:
@@ -65,15 +60,12 @@ class Task:
     choices(prompts)    (uint8 [n, k, answer_len], bool [n, k]): k well-formed answers to each
                         prompt, newline included, and which of them are right
     """
-
     name: str
-    digits: int  # in the row, or in each of the two numbers
+    digits: int             # in the row, or in each of the two numbers
     prompt_len: int
-    answer_len: int  # newline included
-    # The share of right answers in task_rows: what pretraining alone can teach.
-    shown_rate: float = 1.0
+    answer_len: int         # newline included
 
-    def problems(self, seed: int, split: str, ids) -> np.ndarray:
+    def problems(self, seed, split, ids):
         """uint8 [n, prompt_len]: the prompt of each id, of the split "train" or "test".
 
         A pure function of (seed, split, id): an id draws again, by a counter of its own, until
@@ -91,47 +83,36 @@ class Task:
             attempt += 1
         return prompts
 
-    def in_test(self, prompts: np.ndarray) -> np.ndarray:
-        """bool [n]."""
+    def in_test(self, prompts):
+        """Which of the prompts belong to the test split, bool [n]."""
         keys = self.canonical(prompts)
         text, width = keys.tobytes(), keys.shape[1]
         starts = range(0, len(text), width)
-        return np.array([held_out(text[start : start + width]) for start in starts], bool)
+        return np.array([held_out(text[start:start + width]) for start in starts], bool)
 
-    def answers(self, prompts: np.ndarray) -> np.ndarray:
-        """uint8 [n, answer_len]: a right answer to each prompt, the first where there are more."""
-        choices, right = self.choices(prompts)
-        return choices[np.arange(len(prompts)), right.argmax(axis=1)]
-
-    def answer(self, prompt: bytes) -> bytes:
-        return self.answers(as_row(prompt)).tobytes()
-
-    def rewards(self, prompts: np.ndarray, completions) -> np.ndarray:
+    def rewards(self, prompts, completions):
         """float32 [n]: 1 where completions [n, any width] hold a right answer and its newline,
         with nothing but zeros after it, else 0."""
         choices, right = self.choices(prompts)
         completions = np.asarray(completions)
         missing = max(0, self.answer_len - completions.shape[1])
-        completions = np.pad(completions, ((0, 0), (0, missing)))  # a zero matches no answer
-        same = (choices == completions[:, None, : self.answer_len]).all(axis=2)  # [n, k]
-        ended = (completions[:, self.answer_len :] == 0).all(axis=1)  # [n]
+        completions = np.pad(completions, ((0, 0), (0, missing)))       # a zero matches no answer
+        same = (choices == completions[:, None, :self.answer_len]).all(axis=2)          # [n, k]
+        ended = (completions[:, self.answer_len:] == 0).all(axis=1)                     # [n]
         return ((same & right).any(axis=1) & ended).astype(np.float32)
-
-    def reward(self, prompt: bytes, completion: bytes) -> float:
-        return float(self.rewards(as_row(prompt), as_row(completion))[0])
 
 
 class Sort(Task):
     """314159> is answered 113459."""
 
     def count(self):
-        return 10**self.digits
+        return 10 ** self.digits
 
     def prompts(self, numbers):
         return beside(ascii_digits(numbers, self.digits), b">")
 
     def canonical(self, prompts):
-        return np.sort(prompts[:, : self.digits], axis=1)
+        return np.sort(prompts[:, :self.digits], axis=1)
 
     def choices(self, prompts):
         answers = beside(self.canonical(prompts), b"\n")
@@ -142,17 +123,16 @@ class Add(Task):
     """123+456= is answered 9750: the sum backwards, so that each digit's carry is known by then."""
 
     def count(self):
-        return 100**self.digits
+        return 100 ** self.digits
 
     def prompts(self, numbers):
-        first, second = np.divmod(numbers, 10**self.digits)
-        return beside(
-            ascii_digits(first, self.digits), b"+", ascii_digits(second, self.digits), b"="
-        )
+        first, second = np.divmod(numbers, 10 ** self.digits)
+        return beside(ascii_digits(first, self.digits), b"+",
+                      ascii_digits(second, self.digits), b"=")
 
     def terms(self, prompts):
         """Two int64 [n]."""
-        return value(prompts[:, : self.digits]), value(prompts[:, self.digits + 1 : -1])
+        return value(prompts[:, :self.digits]), value(prompts[:, self.digits + 1:-1])
 
     def canonical(self, prompts):
         first, second = self.terms(prompts)
@@ -173,57 +153,52 @@ class Pick(Task):
     """
 
     def count(self):
-        return 9**self.digits * len(PAIRS)
+        return 9 ** self.digits * len(PAIRS)
 
     def prompts(self, numbers):
         row, pair = np.divmod(numbers, len(PAIRS))
-        row = row[:, None] // 9 ** np.arange(self.digits) % 9 + 1  # [n, digits], each 1 to 9
+        row = row[:, None] // 9 ** np.arange(self.digits) % 9 + 1       # [n, digits], each 1 to 9
         target = np.take_along_axis(row, PAIRS[pair], axis=1).sum(axis=1)
         return beside((row + ord("0")).astype(np.uint8), b":", ascii_digits(target, 2), b">")
 
     def canonical(self, prompts):
-        return beside(np.sort(prompts[:, : self.digits], axis=1), prompts[:, self.digits : -1])
+        return beside(np.sort(prompts[:, :self.digits], axis=1), prompts[:, self.digits:-1])
 
     def choices(self, prompts):
         answers = np.full((len(prompts), len(PAIRS), 3), ord("\n"), np.uint8)
-        answers[:, :, :2] = prompts[:, PAIRS]  # [n, 10, 2]
-        total = (answers[:, :, :2].astype(np.int64) - ord("0")).sum(axis=2)  # [n, 10]
-        return answers, total == value(prompts[:, self.digits + 1 : -1])[:, None]
+        answers[:, :, :2] = prompts[:, PAIRS]                                           # [n, 10, 2]
+        total = (answers[:, :, :2].astype(np.int64) - ord("0")).sum(axis=2)             # [n, 10]
+        return answers, total == value(prompts[:, self.digits + 1:-1])[:, None]
 
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Sort("sort6", digits=6, prompt_len=7, answer_len=7),
-        Sort("sort4", digits=4, prompt_len=5, answer_len=5),
-        Add("add2", digits=2, prompt_len=6, answer_len=4),
-        Add("add3", digits=3, prompt_len=8, answer_len=5),
-        Pick("pick", digits=5, prompt_len=9, answer_len=3, shown_rate=0.189),
-    )
-}
+TASKS = {task.name: task for task in (
+    Sort("sort6", digits=6, prompt_len=7, answer_len=7),
+    Sort("sort4", digits=4, prompt_len=5, answer_len=5),
+    Add("add2", digits=2, prompt_len=6, answer_len=4),
+    Add("add3", digits=3, prompt_len=8, answer_len=5),
+    Pick("pick", digits=5, prompt_len=9, answer_len=3),         # right by chance: 18.9 %
+)}
 
 
-def task(name: str) -> Task:
+def task(name):
     if name not in TASKS:
         raise ValueError(f"there is no task {name!r}: choose one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
-def task_rows(
-    task: Task, seed: int, step: int, rows, length: int
-) -> tuple[np.ndarray, np.ndarray]:
+def task_rows(task, seed, step, rows, length):
     """(uint8 [n, length], bool [n, length]): rows of lines for pretraining, the last one cut off.
 
     Only problems of the train split; the mask is true at the bytes of answers, newlines included.
     A row depends on (seed, step, row) only, as in Corpus.batch.
     """
     width = task.prompt_len + task.answer_len
-    lines = -(-length // width)  # in a row, the cut one included
+    lines = -(-length // width)                         # in a row, the cut one included
     ids = random_bits(f"{task.name} rows", step, np.asarray(rows)[:, None], np.arange(lines))
-    ids = ids.ravel()  # [n * lines]
+    ids = ids.ravel()                                   # [n * lines]
     prompts = task.problems(seed, "train", ids)
     choices, _ = task.choices(prompts)
     shown = random_below(choices.shape[1], f"{task.name} shown", seed, ids)
-    text = beside(prompts, choices[np.arange(len(ids)), shown])  # [n * lines, width]
+    text = beside(prompts, choices[np.arange(len(ids)), shown])         # [n * lines, width]
     mask = np.tile(np.arange(width) >= task.prompt_len, (len(rows), lines))
     return text.reshape(len(rows), lines * width)[:, :length], mask[:, :length]

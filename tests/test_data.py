@@ -17,9 +17,10 @@ import pytest
 
 from data import prepare
 from data.prepare import Corpus, load_corpus, pair_counts, random_below, random_bits
-from data.task import TASKS, held_out, task, task_rows
+from data.task import TASKS, as_row, held_out, task, task_rows
 
 ROOT = Path(__file__).resolve().parent.parent
+CHANCE = 0.189  # the share of right answers that `pick` shows in pretraining
 ALL_TASKS = pytest.mark.parametrize("t", TASKS.values(), ids=list(TASKS))
 
 
@@ -320,6 +321,20 @@ def right_answers(t, prompt: bytes) -> set[bytes]:
     return {f"{a}{b}\n".encode() for a, b in pairs if int(a) + int(b) == int(target)}
 
 
+def answers_of(t, prompts) -> np.ndarray:
+    """A right answer to each prompt, the first where there are more."""
+    choices, right = t.choices(prompts)
+    return choices[np.arange(len(prompts)), right.argmax(axis=1)]
+
+
+def answer_of(t, prompt: bytes) -> bytes:
+    return answers_of(t, as_row(prompt)).tobytes()
+
+
+def reward_of(t, prompt: bytes, completion: bytes) -> float:
+    return float(t.rewards(as_row(prompt), as_row(completion))[0])
+
+
 def canonical(t, prompt: bytes) -> bytes:
     text = prompt[:-1]
     if t.name.startswith("add"):
@@ -329,13 +344,13 @@ def canonical(t, prompt: bytes) -> bytes:
 
 
 def test_formats():
-    assert task("sort6").answer(b"314159>") == b"113459\n"
-    assert task("sort4").answer(b"3141>") == b"1134\n"
-    assert task("add2").answer(b"12+45=") == b"750\n"
-    assert task("add3").answer(b"999+999=") == b"8991\n"
-    assert task("pick").answer(b"37482:15>") == b"78\n"
-    assert task("pick").reward(b"37482:11>", b"74\n") == 1.0  # two ways to make eleven
-    assert task("pick").reward(b"37482:11>", b"38\n") == 1.0
+    assert answer_of(task("sort6"), b"314159>") == b"113459\n"
+    assert answer_of(task("sort4"), b"3141>") == b"1134\n"
+    assert answer_of(task("add2"), b"12+45=") == b"750\n"
+    assert answer_of(task("add3"), b"999+999=") == b"8991\n"
+    assert answer_of(task("pick"), b"37482:15>") == b"78\n"
+    assert reward_of(task("pick"), b"37482:11>", b"74\n") == 1.0  # two ways to make eleven
+    assert reward_of(task("pick"), b"37482:11>", b"38\n") == 1.0
     assert "there is no task 'sort5': choose one of sort6, " in sentence(lambda: task("sort5"))
 
 
@@ -344,9 +359,9 @@ def test_formats():
 def test_answers_are_right(t, split):
     prompts = t.problems(0, split, range(300))
     assert prompts.shape == (300, t.prompt_len) and prompts.dtype == np.uint8
-    for prompt, answer in zip(lines_of(prompts), lines_of(t.answers(prompts))):
+    for prompt, answer in zip(lines_of(prompts), lines_of(answers_of(t, prompts))):
         assert answer in right_answers(t, prompt)
-        assert t.answer(prompt) == answer and len(answer) == t.answer_len
+        assert answer_of(t, prompt) == answer and len(answer) == t.answer_len
         assert canonical(t, prompt) == t.canonical(as_bytes(prompt)[None]).tobytes()
 
 
@@ -372,26 +387,26 @@ def test_checker_against_every_near_miss(t):
             prompts = np.tile(as_bytes(prompt), (len(completions), 1))
             assert t.rewards(prompts, completions).sum() == 0
         for answer in allowed:
-            assert t.reward(prompt, answer) == t.reward(prompt, answer + b"\0\0\0") == 1.0
-            assert t.reward(prompt, b"") == t.reward(prompt, answer[:-1]) == 0.0
+            assert reward_of(t, prompt, answer) == reward_of(t, prompt, answer + b"\0\0\0") == 1.0
+            assert reward_of(t, prompt, b"") == reward_of(t, prompt, answer[:-1]) == 0.0
 
 
 def test_pick_takes_each_digit_once_and_in_order():
     pick = task("pick")
-    assert pick.reward(b"37482:15>", b"87\n") == 0.0  # out of order
-    assert pick.reward(b"37482:14>", b"77\n") == 0.0  # one seven only
-    assert pick.reward(b"37482:15>", b"69\n") == 0.0  # the sum of digits not in the row
-    assert pick.reward(b"37472:14>", b"77\n") == 1.0
+    assert reward_of(pick, b"37482:15>", b"87\n") == 0.0  # out of order
+    assert reward_of(pick, b"37482:14>", b"77\n") == 0.0  # one seven only
+    assert reward_of(pick, b"37482:15>", b"69\n") == 0.0  # the sum of digits not in the row
+    assert reward_of(pick, b"37472:14>", b"77\n") == 1.0
 
 
 @ALL_TASKS
 def test_rewards_are_the_single_rewards(t):
     prompts = t.problems(2, "test", range(64))
-    completions = np.pad(t.answers(prompts), ((0, 0), (0, 3)))
+    completions = np.pad(answers_of(t, prompts), ((0, 0), (0, 3)))
     completions[::3, 0] += 1
     completions[1::5, -1] = ord("7")
     together = t.rewards(prompts, completions)
-    alone = [t.reward(p, c) for p, c in zip(lines_of(prompts), lines_of(completions))]
+    alone = [reward_of(t, p, c) for p, c in zip(lines_of(prompts), lines_of(completions))]
     assert together.dtype == np.float32 and together.tolist() == alone
     assert 0 < together.mean() < 1
     as_tokens = completions.astype(np.int64)
@@ -460,11 +475,12 @@ def test_task_rows_hold_train_problems_and_mask_answers(t):
             prompt = row[start : start + t.prompt_len]
             answer = row[start + t.prompt_len : start + width]
             assert not held_out(canonical(t, prompt)) and answer.endswith(b"\n")
-            rewards.append(t.reward(prompt, answer))
+            rewards.append(reward_of(t, prompt, answer))
         assert row_mask.tolist() == [i % width >= t.prompt_len for i in range(len(row))]
         assert row[10 * width + t.prompt_len - 1 :][:1] in b">="  # the cut line starts whole
-    error = math.sqrt(t.shown_rate * (1 - t.shown_rate) / len(rewards))
-    assert abs(np.mean(rewards) - t.shown_rate) <= 4 * error  # exactly 1 but for `pick`
+    shown = CHANCE if t.name == "pick" else 1
+    error = math.sqrt(shown * (1 - shown) / len(rewards))
+    assert abs(np.mean(rewards) - shown) <= 4 * error
     assert len(set(lines_of(text))) == 32
 
 
@@ -472,7 +488,7 @@ def test_pick_shows_chance():
     """The share of a prompt's ten pairs that make its target, over all problems."""
     pick = task("pick")
     _, right = pick.choices(pick.prompts(np.arange(pick.count())))
-    assert pick.shown_rate == round(right.mean(), 3)
+    assert round(right.mean(), 3) == CHANCE
 
     lines = lines_of(task_rows(pick, 0, 0, range(600), 12)[0])
     lines = [line for line in lines if len(set(line[:5])) == 5]  # where a digit names its place

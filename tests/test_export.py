@@ -518,7 +518,7 @@ def test_the_dequantised_folder_of_compressed_tensors_is_our_model(trained, tmp_
     convert.convert_checkpoint(folder, tmp_path / "x", decoder, max_workers=1)
     ours = read(folder, "bf16")
     forms = {name: {"": t} for name, t in ours.state_dict().items()}
-    config = hf.model_config(ours.cfg, "bf16", "float32")
+    config = hf.model_config(ours.cfg, "bf16") | dict(dtype="float32")
     texts = hf.small_files(ours.cfg) | {"config.json": config}
     hf.write_folder(tmp_path / "y", hf.their_tensors(ours, forms), texts)
     idx = some_bytes()

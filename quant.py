@@ -38,7 +38,7 @@ Three ideas carry the file.
    steps, the backward pass sees the forward weights and nothing of X but 4.5 bits is kept.
 
 Letters: T tokens, R rows sorted by expert and padded, E experts, N outputs, K inputs, V block size.
-Arguments `rows` and `cols` never select anything: they are names of numbers for their random bits.
+Where numbers are rounded, `rows` and `cols` name them for their random bits, and select nothing.
 Sources: OCP Microscaling v1.0 (MX); NVIDIA, "Pretraining LLMs with NVFP4" (2025); the MXFP8
 recipe of TorchAO; Thinking Machines' Inkling 2 Small for a 4-bit forward with an 8-bit backward.
 `python quant.py` prints the formats and rounds one block by hand.
@@ -481,9 +481,9 @@ class Gemms:
 
     @property
     def wire(self):
-        """The format in which X travels to the experts: the one that the GEMM reads, where X along
-        T is made from that copy; and MXFP8. There "original" is the truth of W, and of X in dense
-        layers, but experts see no other X than the rounded one, and X along T is made of it."""
+        """The format in which X travels to the experts: that of its GEMM, where X along T is made
+        from the same copy, and where it is MXFP8. Then "original" is true of W and of any X that is
+        not sent; experts get no X but the rounded one, and round that again along T."""
         return self.x if self.source == "copy" or self.x == "mxfp8" else "bf16"
 
 
@@ -544,7 +544,7 @@ RECIPES = {r.name: r for r in (
 )}
 
 
-# -------------------------------------------------------------------- the reference's GEMM operands
+# ---------------------------------------------------------------- the reference: operands and GEMMs
 def zero_padding(x, counts):
     """A copy of x [R, K] with each expert's padding rows set to zero: blocks along T span them."""
     if counts is None:
@@ -557,16 +557,16 @@ def zero_padding(x, counts):
     return x
 
 
-def is_padding(counts, rows):
-    """Which of the rows [R] are padding, on the device of counts."""
+def is_padding(counts, R):
+    """Which of R rows are padding, on the device of counts."""
     padded = (counts + 127) // 128 * 128
     ends = padded.cumsum(0)
-    row = torch.arange(rows, device=counts.device)
+    row = torch.arange(R, device=counts.device)
     e = torch.searchsorted(ends, row, right=True).clamp_(max=counts.numel() - 1)
     return row >= (ends - padded + counts)[e]
 
 
-def spans(counts, rows):
+def spans(counts, R):
     """(start, real rows, end) of each expert's rows; starts are multiples of 128, the last one owns
     the rest of the buffer."""
     out, start, counts = [], 0, counts.tolist()
@@ -574,9 +574,9 @@ def spans(counts, rows):
         end = start + -(-n // 128) * 128
         out.append([start, n, end])
         start = end
-    if start > rows:
-        raise ValueError(f"{rows} rows cannot hold groups of {counts} rows, each padded to 128")
-    out[-1][2] = rows
+    if start > R:
+        raise ValueError(f"{R} rows cannot hold groups of {counts} rows, each padded to 128")
+    out[-1][2] = R
     return out
 
 
@@ -601,7 +601,7 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
 
 
 def quantize_operand(x, fmt, *, dtype=None, **kw):
-    """(quantize(x, fmt), operand(x, fmt)): forward reads the one, backward keeps the other."""
+    """(quantize(x, fmt), operand(x, fmt)): backward keeps the first, forward reads the second."""
     q = quantize(x, fmt, **kw)
     return q, q.dequantize(dtype or x.dtype)
 
@@ -836,8 +836,8 @@ def from_payload(rows, fmt, width):
 
 
 # ------------------------------------------------------------------------------------ how it is run
-# A backend is a namespace of functions, the same ones for the CPU here and for GPUs in kernels.py,
-# which is not imported before a GPU asks for it: it needs Triton.
+# A backend is a namespace of functions: these for a CPU, those of kernels.py for GPUs. That file is
+# imported where a GPU asks for it, so that a CPU needs no Triton.
 REFERENCE = SimpleNamespace(
     quantize=quantize, cast=cast, weight_outer=weight_outer, payload=payload, swiglu=swiglu,
     operand=operand, quantize_operand=quantize_operand, operand_pair=operand_pair,
@@ -869,8 +869,8 @@ class Captured:
     """A function of tensors, replayed on a GPU as one CUDA graph, without a launch per kernel. The
     first calls run as they are, which compiles and warms up; shapes must not change."""
 
-    def __init__(self, function, warmup=3):
-        self.function, self.warmup, self.graph = function, warmup, None
+    def __init__(self, function):
+        self.function, self.warmup, self.graph = function, 3, None
 
     def __call__(self, *tensors):
         if self.warmup:

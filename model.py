@@ -66,12 +66,14 @@ class ModelConfig:
 
     def check_blocks(self, recipe):
         """Raise ValueError where a quantised layer has a dimension that no block divides."""
-        sizes = dict(dim=self.dim, expert_dim=self.expert_dim, dense_dim=self.dense_dim)
-        sizes["heads * head_dim"] = self.heads * self.head_dim
-        for name, size in sizes.items():
-            if recipe.dense.block > 1 and size % recipe.dense.block:
-                raise ValueError(f"{name} {size}: must be a multiple of {recipe.dense.block} in "
-                                 f"{recipe.name}, whose blocks run along both sides of a weight")
+        dense = recipe.dense.block
+        both = max(dense, *(recipe.experts_of(i, self.layers).block for i in range(self.layers)))
+        for name, size, block in (("dim", self.dim, both), ("expert_dim", self.expert_dim, both),
+                                  ("dense_dim", self.dense_dim, dense),
+                                  ("heads * head_dim", self.heads * self.head_dim, dense)):
+            if size % block:
+                raise ValueError(f"{name} {size}: must be a multiple of {block} in {recipe.name}, "
+                                 "whose blocks run along both sides of a weight")
 
 
 # -------------------------------------------------------------------------------------- small parts

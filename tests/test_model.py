@@ -353,6 +353,13 @@ def test_a_dimension_that_no_block_divides_is_refused_where_blocks_are_used(size
     small("bf16", **sizes)
 
 
+def test_blocks_of_experts_alone_bind_the_sides_of_experts_alone():
+    mine = quant.Recipe("mine", quant.IN_NVFP4)
+    ModelConfig(heads=2, head_dim=24, dense_dim=48).check_blocks(mine)
+    with pytest.raises(ValueError, match="^expert_dim 80: must be a multiple of 32 in mine"):
+        ModelConfig(expert_dim=80).check_blocks(mine)
+
+
 # ---- What is rounded, and when
 
 

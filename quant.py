@@ -666,6 +666,7 @@ def storage(*operands):
     return [t for ts in found for t in ts if torch.is_tensor(t)]
 
 
+@torch.no_grad()
 def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=None):
     """The GEMM operands of a weight w [E, N, K] (fp32).
 
@@ -673,34 +674,39 @@ def prepare(w, gemms, seed=0, dtype=torch.float32, rows=None, packed=None, into=
     experts passes global ones). packed: the codes that w was decoded from, where a 4-bit file had
     them. into: an earlier Weight whose storage is written again, where a captured graph reads it.
     """
-    with torch.no_grad():
-        b, w = backend_for(w), w.detach()
-        if gemms.w == "bf16":
-            if into is not None and dtype != w.dtype:
-                into.forward.copy_(w)
-                return into
-            w = w.to(dtype)
-            return Weight(w, w)
-        outer = b.weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
+    w = w.detach()
+    if gemms.w != "bf16":
         again = dict(axis=-2, rounding=gemms.rounding, seed=seed, rows=rows)
-        first = second = both = {}                      # a GPU's kernels write in place
-        if into is not None and b is not REFERENCE:
-            first, second = dict(into=into.forward), dict(into=into.backward)
-            both = dict(into=(into.forward, into.backward))
-        if gemms.source == "copy":
-            if packed is None:
-                packed, forward = b.quantize_operand(w, gemms.w, outer=outer, dtype=dtype, **first)
-            else:
-                forward = b.operand(packed, gemms.w, dtype=dtype, **first)
-            backward = b.operand(packed, gemms.back, dtype=dtype, **again, **second)
-        elif gemms.w == gemms.back == "mxfp8" and gemms.rounding == "nearest":
-            forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
-        else:
-            forward = b.operand(packed or w, gemms.w, outer=outer, **first)
-            backward = b.operand(w.to(dtype) if gemms.back == "bf16" else w, gemms.back,
-                                 outer=outer if is_fp4(gemms.back) else None, **again, **second)
-        new = Weight(forward, backward, packed)
+        new = _two_copies(w, gemms, dtype, again, packed, into)
         return new if into is None else into.rewrite(new)
+    if into is not None and dtype != w.dtype:
+        into.forward.copy_(w)
+        return into
+    w = w.to(dtype)
+    return Weight(w, w)
+
+
+def _two_copies(w, gemms, dtype, again, packed, into):
+    """The operands of a weight that is rounded; `again`: the options of its second copy."""
+    b = backend_for(w)
+    outer = b.weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
+    first = second = both = {}                          # a GPU's kernels write in place
+    if into is not None and b is not REFERENCE:
+        first, second = dict(into=into.forward), dict(into=into.backward)
+        both = dict(into=(into.forward, into.backward))
+    if gemms.source == "copy":
+        if packed is None:
+            packed, forward = b.quantize_operand(w, gemms.w, outer=outer, dtype=dtype, **first)
+        else:
+            forward = b.operand(packed, gemms.w, dtype=dtype, **first)
+        backward = b.operand(packed, gemms.back, dtype=dtype, **again, **second)
+    elif gemms.w == gemms.back == "mxfp8" and gemms.rounding == "nearest":
+        forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
+    else:
+        forward = b.operand(packed or w, gemms.w, outer=outer, **first)
+        backward = b.operand(w.to(dtype) if gemms.back == "bf16" else w, gemms.back,
+                             outer=outer if is_fp4(gemms.back) else None, **again, **second)
+    return Weight(forward, backward, packed)
 
 
 def hadamard16(x, seed):

@@ -1148,12 +1148,14 @@ def pick_device(name):
 
 
 def on_signal(run):
-    """Ctrl-C and SIGTERM finish the step, save and stop; a second one stops at once."""
+    """Ctrl-C and SIGTERM finish the step, save and stop; a second Ctrl-C stops at once. SIGTERM can
+    come more than once, from torchrun or at its death, and means no more by that."""
     def handle(number, _):
-        if run.stop:
+        if not run.stop:
+            run.say("stopping after this step; Ctrl-C once more stops at once")
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
         run.stop = True
-        run.say("stopping after this step; once more stops at once")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
 

@@ -652,7 +652,6 @@ def _source(x, swiglu):
     return "values", x, None, None, stride, tuple(x.shape)
 
 
-
 def _outputs(want, fmt, shape, axis, device, dtype, into):
     """Empty tensors, or the storage of an operand `into`, for one direction of x [.., R, K]: what
     is not in `want` stays None."""
@@ -1570,9 +1569,7 @@ def _copies_kernel(rows, slot, gates, out, codes, scales, T, pitch, D: tl.conste
                 b = tl.program_id(1) * (BD // 32) + tl.arange(0, BD // 32)
                 tl.store(scales + r[:, None] * (D // 32) + b[None, :], byte.to(tl.uint8),
                          mask=here[:, None] & (b < D // 32)[None, :])
-        if gates is not None:
-            v *= tl.load(gates + t * K + k, mask=here, other=0)[:, None]
-        total += v
+        total += v * tl.load(gates + t * K + k, mask=here, other=0)[:, None]
     tl.store(out + t[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 

@@ -324,7 +324,6 @@ def combine(y, gates, plan, wire="bf16"):
 
 
 # --------------------------------------------------------------------------------------- the lesson
-BITS = dict(bf16=16.0, mxfp8=8.25, nvfp4=4.5)
 WIRES = {"bf16": ("bf16", "bf16"), "mxfp8": ("mxfp8", "mxfp8"), "nvfp4": ("nvfp4", "mxfp8")}
 # name -> (D, F, E, k): model B of data/bench.py, and two shapes of published models.
 SHAPES = {"model B": (2048, 1408, 64, 6), "Llama 4 Scout": (5120, 8192, 16, 1),
@@ -332,6 +331,11 @@ SHAPES = {"model B": (2048, 1408, 64, 6), "Llama 4 Scout": (5120, 8192, 16, 1),
 # name -> (operations/s of the expert GEMMs by recipe, bytes/s of the link, each way), datasheets.
 MACHINES = {"H200": (dict.fromkeys(WIRES, 989e12), 0.45e12),
             "GB300": (dict(bf16=2.5e15, mxfp8=5e15, nvfp4=15e15), 0.9e12)}
+
+
+def row_bytes(fmt, D):
+    """Bytes of a row on the wire, on a GPU."""
+    return 2 * D if fmt == "bf16" else quant.payload_bytes(fmt, D)
 
 
 def ranks_of_a_token(n_experts, top_k, ep):
@@ -344,8 +348,7 @@ def bytes_of_a_token(shape, ep, wire, back):
     """Bytes that leave a token's home (dispatch; gate * dOut) and that come back (combine; dX): a
     list of four, of which the share (ep - 1) / ep crosses the link."""
     D, _, E, k = shape
-    there = (BITS[wire] * D / 8 + 4 * (wire == "nvfp4")) * ranks_of_a_token(E, k, ep)
-    copies = k * BITS[back] * D / 8
+    there, copies = row_bytes(wire, D) * ranks_of_a_token(E, k, ep), k * row_bytes(back, D)
     return [n * (ep - 1) / ep for n in (there, copies, copies, copies)]
 
 
@@ -415,9 +418,8 @@ def measure(mesh, device):
 def raw_exchanges(T, D, mesh, device):
     """An all-to-all of T rows' bytes, by format."""
     even = [T // mesh.ep] * mesh.ep
-    for fmt, bits in BITS.items():
-        rows = torch.zeros(T, int(D * bits / 8) + 4 * (fmt == "nvfp4"), dtype=torch.uint8,
-                           device=device)
+    for fmt in WIRES:
+        rows = torch.zeros(T, row_bytes(fmt, D), dtype=torch.uint8, device=device)
         yield partial(all_to_all, rows, (even, even), mesh.expert_group)
 
 
@@ -429,7 +431,7 @@ def round_trips(T, D, mesh, device):
     def trip(fmt):
         came = send(x, fmt, index, (even, even), mesh.expert_group)
         return came if fmt == "bf16" else quant.backend_for(x).operand(came, fmt, dtype=x.dtype)
-    for fmt in BITS:
+    for fmt in WIRES:
         yield partial(trip, fmt)
 
 

@@ -6,7 +6,6 @@ group through a file, runs everything of `worker` and saves what it saw for the 
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time

@@ -1,12 +1,13 @@
 """The experiments behind the claims: what is compared, the runs, and the tables drawn from them.
 
-    python data/experiments.py NAME [--device cuda] [--jobs 4] [--seeds 0 1 2] [--data PATH]
-    python data/experiments.py NAME --table
+    python data/experiments.py NAME ... [--device cuda] [--jobs 3] [--seeds 0 1 2] [--data PATH]
+    python data/experiments.py NAME ... --table
 
 An experiment is a few arms that differ in one thing, each run with the same seeds: a seed fixes the
 initial weights and the order of the data, so differences are taken pair by pair. A finished run is
 kept as a log below data/runs and never repeated, also where another experiment asks for it; an
 interrupted one goes on from its checkpoint. `--smoke` is all of it at a size for a CPU's minute.
+Several names share one queue of runs, and several devices take from it (`--device cuda:0 cuda:1`).
 Direct measurements, which train nothing, are in data/measure.py and start the same way.
 """
 import argparse
@@ -28,14 +29,14 @@ sys.path.insert(0, str(ROOT))
 # -------------------------------------------------------------------------------- what is compared
 # Flags of train.py. "gpu": 4.0M active parameters of 12.0M, and 20 bytes of text for each of them;
 # "gpu7m": 7.2M of 21.4M, the same.
-GPU = dict(layers=6, experts=16, top_k=4, seq_len=256, batch=128, warmup=200, eval_rows=512,
+GPU = dict(layers=6, experts=16, top_k=4, seq_len=256, batch=128, warmup=200, eval_rows=2048,
            log_every=100)
 SIZES = {
     "gpu": dict(GPU, dim=192, heads=6, kv_heads=2, expert_dim=192, steps=2520, lr=2.5e-3,
                 eval_every=630, save_every=1260),
     "gpu7m": dict(GPU, dim=256, heads=4, kv_heads=2, expert_dim=256, steps=4500, lr=2e-3,
                   eval_every=1125, save_every=2250),
-    "cpu": dict(preset="tiny", steps=300, eval_every=100, save_every=100),
+    "cpu": dict(preset="tiny", steps=600, eval_every=100, save_every=100),
     "smoke": dict(dim=32, layers=2, heads=2, kv_heads=1, experts=4, top_k=2, expert_dim=32,
                   seq_len=32, batch=4, steps=8, warmup=2, eval_rows=4, eval_every=8, save_every=4,
                   log_every=4),
@@ -57,6 +58,7 @@ class Arm:
     budget: float = 1.0
     flags: dict = field(default_factory=dict)
     first: str = ""         # precision of the run from whose checkpoint this one starts (RL)
+    seeds: int = field(default=99, compare=False)       # at most so many of the experiment's seeds
 
 
 @dataclass(frozen=True)
@@ -68,37 +70,49 @@ class Experiment:
     metric: str = "bpb"
 
 
-def recipes(*names, **flags):
-    return {n: Arm(n, flags=flags) for n in names}
+def recipes(*names, budget=1.0, **flags):
+    return {n: Arm(n, budget, flags) for n in names}
+
+
+# Budgets of mxfp8, by which its loss is a function of compute. Long runs are dear: fewer seeds.
+SEEDS = {0.25: 10, 0.5: 10, 1: 6, 2: 3}
 
 
 def budgets(*pairs):
-    return {f"{p}-x{b:g}": Arm(p, b) for p, b in pairs}
+    return {f"{p}-x{b:g}": Arm(p, b, seeds=SEEDS[b]) for p, b in pairs}
 
+
+CURVE = tuple(("mxfp8", b) for b in (1, 0.5, 0.25, 2))
+TEN = tuple(range(10))
 
 EXPERIMENTS = {
-    "convergence": Experiment("MXFP8 converges as BF16", recipes("bf16", "mxfp8")),
+    "convergence": Experiment("MXFP8 converges as BF16", recipes("bf16", "mxfp8"),
+                              seeds=tuple(range(5))),
     "efficiency": Experiment("an NVFP4 forward in the experts costs about 2 % of the compute",
-                             budgets(("mxfp8", 1), ("nvfp4", 1), ("mxfp8", 0.25), ("mxfp8", 0.5),
-                                     ("mxfp8", 2), ("nvfp4", 0.5))),
+                             budgets(*CURVE, ("nvfp4", 1), ("nvfp4", 0.5), ("nvfp4", 0.25)),
+                             seeds=TEN),
     "efficiency-46": Experiment("a choice of 6 or 4 for each block's largest number costs less",
-                                budgets(("mxfp8", 1), ("nvfp4-46", 1), ("mxfp8", 0.25),
-                                        ("mxfp8", 0.5), ("mxfp8", 2))),
+                                budgets(*CURVE, ("nvfp4-46", 0.5), ("nvfp4-46", 0.25)), seeds=TEN),
+    # The ablations at half of the budget, which buys more pairs.
     "more-fp4": Experiment("4 bits in the backward pass, or in every layer, hurt more",
-                           recipes("mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all")),
+                           recipes("mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all", budget=0.5)),
     # With top-2, one shared expert and 5 of 6 layers in 4 bits, both arms have the same operations
     # there: 5 * 2 * 3DF in routed experts, 6 * (2DD + 3DF) in q, o and shared experts; D = F.
     "layers": Experiment("experts bear 4 bits better than other layers",
-                         recipes("mxfp8", "nvfp4", "nvfp4-dense", top_k=2)),
+                         recipes("mxfp8", "nvfp4", "nvfp4-dense", budget=0.5, top_k=2),
+                         seeds=tuple(range(5))),
     "backward": Experiment("a second copy rounded to nearest drifts, a stochastic one does not",
                            recipes("nvfp4", "nvfp4-nearest", "nvfp4-original",
-                                   "nvfp4-independent")),
-    "tiles": Experiment("16x16 tiles of weights are too coarse", recipes("nvfp4", "nvfp4-tile")),
+                                   "nvfp4-independent", budget=0.5), seeds=tuple(range(6))),
+    "tiles": Experiment("16x16 tiles of weights are too coarse",
+                        recipes("nvfp4", "nvfp4-tile", budget=0.5), seeds=tuple(range(5))),
     "four-six": Experiment("a largest number of 6 or 4, block by block, helps",
-                           recipes("nvfp4", "nvfp4-46")),
+                           recipes("nvfp4", "nvfp4-46", budget=0.5), seeds=TEN),
     "combine": Experiment("expert results at 8.25 bits cost nothing",
-                          recipes("nvfp4-bf16-combine", "nvfp4")),
-    "calibration": Experiment("a 4-bit copy needs no calibration", recipes("bf16", "nvfp4")),
+                          recipes("nvfp4-bf16-combine", "nvfp4", budget=0.5),
+                          seeds=tuple(range(8))),
+    "calibration": Experiment("a 4-bit copy needs no calibration",
+                              recipes("bf16", "nvfp4", budget=0.5)),
     "rl": Experiment("NVFP4 earns the reward of MXFP8 in RL",
                      {p: Arm(p, first="mxfp8") for p in ("mxfp8", "nvfp4", "nvfp4-tensor")},
                      seeds=(0, 1, 2, 3, 4), metric="reward"),
@@ -118,10 +132,14 @@ def flags_of(arm, size):
 class Place:
     """Where runs are made, and where their logs are kept."""
     size: str
-    device: str = "cpu"
+    devices: tuple = ("cpu",)
     data: str = ""
     work: Path = ROOT / "out" / "experiments"
     runs: Path = HERE / "runs"
+
+    @property
+    def device(self):
+        return self.devices[0]
 
     def log(self, name, arm, seed):
         """The kept log of a run; a size other than the GPU's has its own folder."""
@@ -141,14 +159,14 @@ class Place:
         return self.work / self.size / name / f"{arm}-seed{seed}"
 
 
-def command(flags, place, out, seed):
+def command(flags, place, out, seed, device):
     """(the call of train.py that begins this run or goes on with it, what a reader would type)."""
     if place.data:
         flags = flags | dict(data=place.data)
-    flags = flags | dict(seed=seed, device=place.device, out=str(out))
+    flags = flags | dict(seed=seed, device=device, out=str(out))
     words = [w for k, v in flags.items() for w in ("--" + k.replace("_", "-"), str(v))]
     if any((out / "checkpoints").glob("*-[0-9]*")):
-        words = ["--resume", "--out", str(out), "--stage", flags["stage"], "--device", place.device]
+        words = ["--resume", "--out", str(out), "--stage", flags["stage"], "--device", device]
     shown = "python train.py " + " ".join(f"--{k.replace('_', '-')} {named(v)}"
                                           for k, v in flags.items() if k != "out")
     return [sys.executable, str(ROOT / "train.py"), *words], shown
@@ -170,13 +188,13 @@ def keep_log(log, out, shown):
     os.replace(temporary, log)
 
 
-def start(place, name, arm, seed):
+def start(place, name, arm, seed, device):
     """Start one run: (process, what to do when it has succeeded)."""
     arm_, out = EXPERIMENTS[name].arms[arm], place.out(name, arm, seed)
     flags = flags_of(arm_, place.size)
     if arm_.first:
         flags |= dict(init_from=str(first_run(place, arm_)))
-    call, shown = command(flags, place, out, seed)
+    call, shown = command(flags, place, out, seed, device)
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "output.txt", "a") as output:
         process = subprocess.Popen(call, stdout=output, stderr=subprocess.STDOUT,
@@ -191,38 +209,52 @@ def first_run(place, arm):
     log = place.log("rl", f"start-{arm.first}", 0)
     if not (log.exists() and (out / "checkpoints").exists()):
         flags = dict(RL[place.size], stage="pretrain", precision=arm.first)
-        call, shown = command(flags, place, out, 0)
+        call, shown = command(flags, place, out, 0, place.device)
         subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
         keep_log(log, out, shown)
     return out
 
 
-def run(place, name, seeds, jobs=1, minutes=math.inf):
-    """Make the runs of an experiment that are missing, `jobs` at a time, beginning none after
-    `minutes`; return the number that failed."""
-    waiting = [(arm, seed) for seed in seeds for arm in EXPERIMENTS[name].arms]
-    running, failed, begun = {}, 0, time.monotonic()
+def queue(names, seeds=()):
+    """(experiment, arm, seed) of all runs, a seed of every arm before the next seed."""
+    for name in names:
+        e = EXPERIMENTS[name]
+        for seed in seeds or e.seeds:
+            yield from ((name, n, seed) for n, arm in e.arms.items() if seed < arm.seeds)
+
+
+def run(place, names, seeds=(), jobs=1, minutes=math.inf):
+    """Make the runs of some experiments that are missing, `jobs` at a time on each device,
+    beginning none after `minutes`; return the number that failed."""
+    waiting, running, failed, begun = list(queue(names, seeds)), {}, 0, time.monotonic()
+
+    def is_made(name, arm, seed):
+        wanted = EXPERIMENTS[name].arms[arm], seed
+        return place.find(name, arm, seed) or any(
+            (EXPERIMENTS[n].arms[a], s) == wanted for n, a, s in running)
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
+            while waiting and len(running) < jobs * len(place.devices):
                 key = waiting.pop(0)
-                if place.find(name, *key) or time.monotonic() - begun > 60 * minutes:
+                if is_made(*key) or time.monotonic() - begun > 60 * minutes:
                     continue
-                running[key] = start(place, name, *key)
-                print(f"{name}: {key[0]} seed {key[1]} started", flush=True)
+                busy = [device for *_, device in running.values()]
+                device = min(place.devices, key=busy.count)
+                running[key] = *start(place, *key, device), device
+                print("{}: {} seed {} started".format(*key), flush=True)
             time.sleep(0.1)
-            for key in [k for k, (p, _) in running.items() if p.poll() is not None]:
-                process, finish = running.pop(key)
+            for key in [k for k, (p, *_) in running.items() if p.poll() is not None]:
+                process, finish, _ = running.pop(key)
                 failed += process.returncode != 0
                 if process.returncode == 0:
                     finish()
-                print(f"{name}: {key[0]} seed {key[1]} " +
+                print("{}: {} seed {} ".format(*key) +
                       ("done" if process.returncode == 0 else
-                       f"failed: see {place.out(name, *key)}/output.txt"), flush=True)
+                       f"failed: see {place.out(*key)}/output.txt"), flush=True)
     finally:
-        for process, _ in running.values():         # train.py saves, and --resume goes on
+        for process, *_ in running.values():        # train.py saves, and --resume goes on
             process.terminate()
-        for process, _ in running.values():
+        for process, *_ in running.values():
             process.wait()
     return failed
 
@@ -264,22 +296,25 @@ def paired(a, b):
     return [b[s] - a[s] for s in sorted(a.keys() & b.keys())]
 
 
-def slope(points):
-    """Least squares of log(figure) on log(compute): d log figure / d log compute."""
-    x, y = ([math.log(v) for v in side] for side in zip(*points))
-    return statistics.linear_regression(x, y).slope
+def slopes(found, arms):
+    """budget -> d log figure / d log compute of the baseline, from that budget to the one below, of
+    which the figures of more compute are read off; for the lowest, to the one above."""
+    mean = {a.budget: statistics.fmean(found[n].values()) for n, a in arms.items()
+            if a.precision == "mxfp8"}
+    b = sorted(mean)
+    rise = [math.log(mean[hi] / mean[lo]) / math.log(hi / lo) for lo, hi in zip(b, b[1:])]
+    return dict(zip(b, rise[:1] + rise))
 
 
 def compute_lost(found, arms):
-    """Share of the compute that the baseline does without at the loss of the other recipe, pair by
-    pair: at equal compute C the losses differ by d log L, worth d log L / slope of log C. The
-    interval of their mean leaves out the error of the slope, which scales all pairs alike."""
+    """budget -> share of the compute that the baseline does without at the other recipe's loss, of
+    each pair: at equal compute the losses differ by d log L, worth d log L / slope of log C. Their
+    interval leaves out the error of the slope, which scales all pairs alike."""
     base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
     other = {a.budget: found[n] for n, a in arms.items() if a.precision != "mxfp8"}
-    b = slope([(c, v) for c, runs in base.items() for v in runs.values()])
-    lost = [1 - math.exp((math.log(other[c][s]) - math.log(base[c][s])) / b)
-            for c in other for s in sorted(other[c].keys() & base[c].keys())]
-    return b, lost
+    slope = slopes(found, arms)
+    return {c: [1 - math.exp(math.log(other[c][s] / base[c][s]) / slope[c])
+                for s in sorted(other[c].keys() & base[c].keys())] for c in sorted(other)}
 
 
 def lines_of_table(found, arms):
@@ -327,10 +362,12 @@ def table(place, name):
     print("| arm | mean | spread | n | minus the first, 95 % interval |\n|---|---|---|---|---|")
     print("\n".join(lines_of_table(found, e.arms)))
     if name.startswith("efficiency") and all(found.values()):
-        b, lost = compute_lost(found, e.arms)
-        mean, half = interval(lost)
-        print(f"\nlog loss falls by {-b:.4f} for each log of compute; 4 bits lose {mean:.2%} +- "
-              f"{half:.2%} of the compute (n {len(lost)} pairs)")
+        lost, slope = compute_lost(found, e.arms), slopes(found, e.arms)
+        print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n|---|---|---|---|")
+        for c, values in (*lost.items(), ("all", sum(lost.values(), []))):
+            mean, half = interval(values)
+            print(f"| {c} | {slope.get(c, math.nan):.4f} | {mean:.2%} +- {half:.2%} | "
+                  f"{len(values)} |")
     if e.metric == "reward":
         print("\n" + "\n".join(rl_lines(logs)))
     print(f"\n`{head['command']}`")
@@ -340,9 +377,9 @@ def table(place, name):
 def main(argv=None):
     from data import measure
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    p.add_argument("name", choices=[*EXPERIMENTS, *measure.MEASUREMENTS])
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    p.add_argument("name", nargs="+", choices=[*EXPERIMENTS, *measure.MEASUREMENTS])
+    p.add_argument("--device", nargs="+", default=["cpu"])
+    p.add_argument("--jobs", type=int, default=1, help="runs at a time on each device")
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
     p.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     p.add_argument("--data", default="", help="as in train.py")
@@ -352,18 +389,19 @@ def main(argv=None):
     p.add_argument("--smoke", action="store_true", help="a minute on a CPU; logs go to out/")
     p.add_argument("--table", action="store_true", help="print the kept results, run nothing")
     args = p.parse_args(argv)
-    size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device else "cpu")
-    place = Place(size, args.device, args.data, runs=args.runs)
+    size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device[0] else "cpu")
+    place = Place(size, tuple(args.device), args.data, runs=args.runs)
     if args.smoke:
         place.runs = place.work / "kept"
-    if args.name in measure.MEASUREMENTS:
-        return measure.main(args.name, place, args.table)
-    e, failed = EXPERIMENTS[args.name], 0
+    names, failed = [n for n in args.name if n in EXPERIMENTS], 0
     if not args.table:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that the runs end too
-        failed = run(place, args.name, args.seeds or (e.seeds[:2] if args.smoke else e.seeds),
-                     args.jobs, args.minutes)
-    table(place, args.name)
+        failed = run(place, names, args.seeds or (0, 1) * args.smoke, args.jobs, args.minutes)
+    for name in args.name:
+        if name in names:
+            table(place, name)
+        else:
+            measure.main(name, place, args.table)
     return int(failed > 0)
 
 

@@ -121,66 +121,84 @@ def _float(bits):
 
 
 @jit
-def _ceil_int(x):
-    """The integer at or above x. tl.ceil means the same, but its PTX flushes denormals."""
-    if INTERPRETED:
-        return tl.ceil(x).to(tl.int32)
-    return tl.inline_asm_elementwise("cvt.rpi.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32,
-                                     is_pure=True, pack=1)
-
-
-@jit
 def _number(n):
     """fp32 of an integer 0 <= n < 2^23, by its bits (a conversion costs four times as much)."""
     return _float(n + 0x4B000000) - 8388608.0
 
 
 @jit
-def _sign(x):
-    return _bits(x) & -0x80000000
+def _signed(value, x):
+    """value >= 0 with the sign of x."""
+    return _float(_bits(value) | _bits(x) & -0x80000000)
 
 
 @jit
-def _to_grid(y, draw, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
+def _up_to_grid(y, u, step, big):
+    """big + the smallest multiple of step that is >= y - u * step, by two sums that round up."""
+    if INTERPRETED:
+        n = tl.ceil((y.to(tl.float64) - u.to(tl.float64) * step) / step)
+        return (n * step).to(tl.float32) + big
+    return tl.inline_asm_elementwise("""{ .reg .f32 t;
+        neg.f32 t, $2;
+        fma.rp.f32 t, t, $3, $1;
+        add.rp.f32 $0, t, $4; }""", "=f,f,f,f,f", [y, u, step, big], dtype=tl.float32,
+        is_pure=True, pack=1)
+
+
+@jit
+def _to_grid(y, u, STOCHASTIC: tl.constexpr, MANTISSA: tl.constexpr, EMIN: tl.constexpr):
     """Round 0 <= y <= largest to an element format: (value, code in the low byte).
 
-    y is n steps of its binade. Nearest: next to a large enough power of two fp32 has no bits below
-    a step (or, for the code, below 1), so adding it rounds to nearest, ties to even. Stochastic, up
-    where u < fraction, draw = u * 2^24: with 24 bits after the point, n + 1 - 2^-24 - u is cut.
-    code = n + exponent << MANTISSA, into whose exponent a carry walks by itself. BIAS, part of a
-    number that is added anyway, cancels the exponent of the lowest binade.
+    y is n steps of its binade. Next to a large enough power of two fp32 has no bits below a step,
+    so adding it rounds to nearest, ties to even, and leaves n in the low byte. Stochastic, up where
+    u < the fraction of n, is y - u * step rounded up. code = n + exponent << MANTISSA, into whose
+    exponent a carry walks by itself.
     """
-    BIAS: tl.constexpr = -((EMIN + 127) << MANTISSA) % 256
     binade = tl.maximum(_bits(y) & 0x7F800000, (EMIN + 127) << 23)
+    step = _float(binade) * 0.5 ** MANTISSA
+    big = step * 12582912.0                                             # 1.5 * 2^23 steps
     if STOCHASTIC:
-        z = _ceil_int(y * _float((127 << 23) - (binade - ((127 + MANTISSA + 24) << 23))))
-        n = (z - draw + ((BIAS + 1 << 24) - 1)) >> 24
-        value = (_float(n + 0x4B000000) - (8388608.0 + BIAS)) * _float(binade - (MANTISSA << 23))
+        total = _up_to_grid(y, u, step, big)
     else:
-        big = _float(binade + (((23 - MANTISSA) << 23) + 0x400000))
-        value = (y + big) - big
-        # This product is exact, so that fusing it with the sum changes nothing.
-        per_step = _float((127 << 23) - (binade - ((127 + MANTISSA) << 23)))
-        n = _bits(y * per_step + (8388608.0 + BIAS))
-    return value, n + (binade >> (23 - MANTISSA))
+        total = y + big
+    # The exponent of the lowest binade counts as 0.
+    code = _bits(total) + (binade >> (23 - MANTISSA)) - ((EMIN + 127) << MANTISSA)
+    return total - big, code
 
 
 @jit
-def _e4m3(y, draw, STOCHASTIC: tl.constexpr, FP8: tl.constexpr):
-    """(value, code) of |y| <= 448, both signed. FP8: the GPU's own conversion, which rounds alike;
-    the interpreter's does not, and GPUs before 8.9 have none. Where a thread has four numbers or
-    more and both results are used, Triton 3.6 can give wrong values for half of them: not FP8."""
+def _to_e4m3(y):
+    """(value, code) of |y| <= 448 to nearest by the GPU's own conversions, four numbers at a time.
+    (Of Triton 3.6's, half of the values can be wrong where code and value are both used.)"""
+    return tl.inline_asm_elementwise("""{ .reg .b16 a, b, c, d;
+        .reg .b32 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 a, $6, $5;
+        cvt.rn.satfinite.e4m3x2.f32 b, $8, $7;
+        mov.b32 $4, {a, b};
+        cvt.rn.f16x2.e4m3x2 low, a;
+        cvt.rn.f16x2.e4m3x2 high, b;
+        mov.b32 {a, b}, low;
+        mov.b32 {c, d}, high;
+        cvt.f32.f16 $0, a;
+        cvt.f32.f16 $1, b;
+        cvt.f32.f16 $2, c;
+        cvt.f32.f16 $3, d; }""", "=f,=f,=f,=f,=r,f,f,f,f", [y], dtype=(tl.float32, tl.uint8),
+        is_pure=True, pack=4)
+
+
+@jit
+def _e4m3(y, x, u, STOCHASTIC: tl.constexpr, FP8: tl.constexpr):
+    """(value, code) of 0 <= y <= 448 with the sign of x. FP8: the GPU converts, from 8.9 on."""
     if FP8 and not STOCHASTIC:
-        q = y.to(tl.float8e4nv)
-        return q.to(tl.float32), q.to(tl.uint8, bitcast=True)
-    value, code = _to_grid(tl.abs(y), draw, STOCHASTIC, 3, -6)
-    return _float(_bits(value) | _sign(y)), (code | (_sign(y) >> 24 & 0x80)).to(tl.uint8)
+        return _to_e4m3(_signed(y, x))
+    value, code = _to_grid(y, u, STOCHASTIC, 3, -6)
+    return _signed(value, x), (code | (_bits(x) >> 24 & 0x80)).to(tl.uint8)
 
 
 @jit
-def _e2m1(y, draw, STOCHASTIC: tl.constexpr):
+def _e2m1(y, u, STOCHASTIC: tl.constexpr):
     """(value, code in the low byte) of 0 <= y <= 6."""
-    value, code = _to_grid(y, draw, STOCHASTIC, 1, 0)
+    value, code = _to_grid(y, u, STOCHASTIC, 1, 0)
     if not STOCHASTIC:                         # three binades: three roundings are cheaper
         code = tl.minimum(_bits(y * 2 + 8388608.0), _bits(y + 8388610.0))
         code = tl.minimum(code, _bits(y * 0.5 + 8388612.0))
@@ -220,7 +238,8 @@ def _nvfp4_scales(amax, outer, UP: tl.constexpr, GIVEN: tl.constexpr, FP8: tl.co
         s = tl.math.div_rn(s, outer)
     else:
         s = s * _float((254 << 23) - _bits(outer))       # our own power of two: as exact
-    s, byte = _e4m3(tl.minimum(s, 448.0), 0, UP, FP8)           # up: above, however small the rest
+    s = tl.minimum(s, 448.0)
+    s, byte = _e4m3(s, s, s * 0, UP, FP8)                       # u = 0: any fraction rounds up
     bad = amax >= 0x7F800000
     s = tl.where(bad, float("nan"), s)
     scale = s * outer
@@ -239,10 +258,17 @@ def _decode_e4m3(byte, FP8: tl.constexpr):
 
 
 @jit
-def _decode_e2m1(code, sign):
-    """fp32 of codes 0 to 7 with the top bit of `sign`: as the first bits of an fp32 number, the
-    denormal ones included, they mean the same times 2^-126."""
-    return _float((code << 22) | (sign & -0x80000000)) * 8.507059173023462e37
+def _decode_e2m1(code):
+    """fp32 of codes 0 to 15: as the sign and the first bits of an fp32 number, the denormal ones
+    included, they mean the same times 2^-126."""
+    return _float(code * 0x10400000 & -0x7E400000) * 8.507059173023462e37
+
+
+@jit
+def _decode_pairs(byte):
+    """fp32 [A, 2B] of bytes [A, B] of two codes each, the even one in the low half."""
+    b = byte.to(tl.int32)
+    return tl.interleave(_decode_e2m1(b & 15), _decode_e2m1(b >> 4 & 15))
 
 
 @jit
@@ -291,6 +317,30 @@ def _bf16(x):
 
 
 @jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@jit
+def _gated_gradient(gate, up, d):
+    """The gradients of gate and up for that of silu(gate) * up."""
+    s = _sigmoid(gate)
+    return d * up * (s * (1 + gate * (1 - s))), d * gate * s
+
+
+@jit
+def _load_hidden(source, at, k, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr,
+                 EVEN: tl.constexpr):
+    """fp32 [BM, BK] twice, bf16 as _swiglu_kernel writes them: the gradients of columns k of gate
+    and of up."""
+    h, d, _, _ = source
+    gate = _load_bf16(h, at, K, k, BM, BK, K, EVEN, False)
+    up = _load_bf16(h + K // 2, at, K, k, BM, BK, K, EVEN, False)
+    gate, up = _gated_gradient(gate, up, _load_bf16(d, at, K // 2, k, BM, BK, K, EVEN, False))
+    return _bf16(gate), _bf16(up)
+
+
+@jit
 def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr,
           EVEN: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr):
     """fp32 [BM, BK] of the source from column k0: as it is, silu(gate) * up, or decoded."""
@@ -300,7 +350,7 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
     elif SOURCE == "swiglu":                               # rounded to bf16, as by _swiglu_kernel
         gate = _load_bf16(x, at, stride, k0, BM, BK, K, EVEN, WIDE)
         up = _load_bf16(x + K // 2, at, stride, k0, BM, BK, K, EVEN, WIDE)
-        return _bf16(gate * (1 / (1 + tl.exp(-gate))) * up)
+        return _bf16(gate * _sigmoid(gate) * up)
     elif SOURCE == "mxfp8":
         width, step = _row_width(K, stride), _row_width(K // 32, stride)
         v = _decode_e4m3(_gather(x, at, width, k0 + tl.arange(0, BK), K, EVEN, 8), FP8)
@@ -309,8 +359,7 @@ def _load(source, at, k0, BM: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, S
         return tl.reshape(tl.reshape(v, (BM, BK // 32, 32)) * scale[:, :, None], (BM, BK))
     elif SOURCE == "nvfp4":
         width, step = _row_width(K // 2, stride), _row_width(K // 16, stride)
-        b = _gather(x, at, width, k0 // 2 + tl.arange(0, BK // 2), K // 2, EVEN, 4).to(tl.int32)
-        v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
+        v = _decode_pairs(_gather(x, at, width, k0 // 2 + tl.arange(0, BK // 2), K // 2, EVEN, 4))
         k = k0 // 16 + tl.arange(0, BK // 16)
         scale = _decode_e4m3(_gather(scales, at, step, k, K // 16, EVEN, 1), FP8)
         row, base, left = at
@@ -399,19 +448,19 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
             byte, scale, inverse = _mxfp8_scales(amax)
         else:
             byte, scale, inverse = _nvfp4_scales(amax, outer[:, None], STOCHASTIC, GIVEN, FP8)
-        y = x * inverse[:, :, None]
+        y = tl.abs(x) * inverse[:, :, None]
         u = tl.reshape(draw, (A, B // V, V)) if STOCHASTIC else None
         # A number is above the largest element only where its scale was rounded down. In a block
         # with NaN or Inf magnitudes are 0: of a NaN and a number the minimum is the number. It also
         # stands between x * inverse and the sums of the rounding, which fused would round once.
         limit = tl.where(amax >= 0x7F800000, 0.0, 448.0 if FMT == "mxfp8" else 6.0)[:, :, None]
+        if FMT == "nvfp4" or codes is not None:
+            y = tl.minimum(y, limit)
         if FMT == "mxfp8":
-            if codes is not None:
-                y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(x))
-            v, code = _e4m3(y, u, STOCHASTIC, FP8 and (codes is None or values is None))
+            v, code = _e4m3(y, x, u, STOCHASTIC, FP8)
         else:
-            v, code = _e2m1(tl.minimum(tl.abs(y), limit), u, STOCHASTIC)
-            v = _float(_bits(v) | _sign(x))
+            v, code = _e2m1(y, u, STOCHASTIC)
+            v = _signed(v, x)
         if values is not None:
             v = tl.reshape(v * scale[:, :, None], (A, B))
             _store(values, v, e, i0, j0, I, J, None, ROWWISE, EVEN, 8)
@@ -460,13 +509,16 @@ def _row_hash(rows, here, left, seed_hash, BM: tl.constexpr):
 
 @jit
 def _draw(row_hash, cols, k0, BK: tl.constexpr, K: tl.constexpr):
-    """quant.uniform * 2^24 of a tile of numbers."""
+    """quant.uniform of a tile of numbers."""
     c = k0.to(tl.int32) + tl.arange(0, BK)
     if cols is not None:
         c = tl.load(cols + c, mask=c < K, other=0)
     h = row_hash[:, None] + _mix(c.to(tl.uint32, bitcast=True) ^ 0x5BD1E995)[None, :]
     h = (h ^ (h >> 16)) * 0x7FEB352D
-    return (((h ^ (h >> 15)) * 0x846CA68B) >> 8).to(tl.int32)
+    # 24 bits behind 0x3F make a float f. Without the first one, which doubles f, u = f - 1/2; with
+    # it u = f / 2; that is the smaller one each time. (A conversion is eight times as slow.)
+    f = _float((h ^ (h >> 15)) * 0x846CA68B >> 8 | 0x3F000000)
+    return tl.minimum(f - 0.5, f * 0.5)
 
 
 @jit
@@ -481,14 +533,19 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
     """Read rows of x [E, R, K] once; write them rounded along K (format ROW), R (COL) or both.
 
     A program has CHUNKS times BK columns and goes down the rows, BM at a time. x is a tensor, [gate
-    | up] halves, or a packed tensor (SOURCE). index: row of x for each row. counts: x is sorted by
-    expert, padding counts as zero. OUTER: "own" computes each row's outer scale and stores it,
-    "given" loads it. pitch: as in _row_width, of the rows that are written.
+    | up] halves, or a packed tensor (SOURCE); or "hidden": the gradient of such halves of K columns
+    each, one a chunk. index: row of x for each row. counts: x is sorted by expert, padding counts
+    as zero. OUTER: "own" computes each row's outer scale and stores it, "given" loads it. pitch: as
+    in _row_width, of the rows that are written.
     """
-    ACROSS: tl.constexpr = (K + CHUNKS * BK - 1) // (CHUNKS * BK)
+    HIDDEN: tl.constexpr = SOURCE == "hidden"
+    SPAN: tl.constexpr = BK if HIDDEN else CHUNKS * BK
+    ACROSS: tl.constexpr = (K + SPAN - 1) // SPAN
+    J: tl.constexpr = CHUNKS * K if HIDDEN else K                   # columns to write
     WIDE: tl.constexpr = COL is None and ROW != "bf16"
-    HELD: tl.constexpr = OUTER == "own" and SOURCE == "swiglu" and BM * BK * CHUNKS <= 2048
-    first = (tl.program_id(0) % ACROSS).to(tl.int64) * (CHUNKS * BK)
+    HELD: tl.constexpr = HIDDEN or (OUTER == "own" and SOURCE == "swiglu"
+                                    and BM * BK * CHUNKS <= 2048)
+    first = (tl.program_id(0) % ACROSS).to(tl.int64) * SPAN
     r = tl.arange(0, BM)
     if counts is not None:
         start, stop, end = _experts(counts, R, groups, WIDTH)
@@ -515,9 +572,11 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
             o = tl.load(outer + here + r, mask=r < left, other=1.0)
         else:
             o = None
+        if HIDDEN:
+            chunks = _load_hidden(source, at, first, BM, BK, K, EVEN)
 
         for i in tl.static_range(CHUNKS):
-            k0 = first + i * BK
+            k0 = first + i * (K if HIDDEN else BK)
             if HELD:
                 v = chunks[i]
             else:
@@ -528,18 +587,18 @@ def _round_kernel(x, x_scales, x_outer, index, counts, rows, cols, seed, stream,
                     v = tl.where((r < real)[:, None], v, 0.0)
             draw, turned = None, None
             if STOCHASTIC:
-                draw = _draw(_row_hash(rows, here, left, seed_hash, BM), cols, k0, BK, K)
+                draw = _draw(_row_hash(rows, here, left, seed_hash, BM), cols, k0, BK, J)
                 turned = tl.trans(draw)
             if ROW is not None:
                 _emit(v, amaxes[i] if OUTER == "own" else None, draw, o, row_codes, row_scales,
-                      row_blocked, row_values, e, r0, k0, R, K, pitch, ROW, True, STOCHASTIC,
+                      row_blocked, row_values, e, r0, k0, R, J, pitch, ROW, True, STOCHASTIC,
                       OUTER == "given", EVEN, WIDE, FP8)
             if COL is not None:
                 if OUTER == "given":
                     c = k0 + tl.arange(0, BK)
-                    o = tl.load(outer + e * K + c, mask=c < K, other=1.0)
+                    o = tl.load(outer + e * J + c, mask=c < J, other=1.0)
                 _emit(tl.trans(v), None, turned, o, col_codes, col_scales, col_blocked,
-                      col_values, e, k0, r0, K, R, None, COL, False, STOCHASTIC, True, EVEN, False,
+                      col_values, e, k0, r0, J, R, None, COL, False, STOCHASTIC, True, EVEN, False,
                       FP8)
 
 
@@ -580,6 +639,8 @@ TILES = {
     "column random": (32, 64, 1, 3, 32),
     "both": (32, 128, 2, 3, 32),
     "both random": (32, 64, 2, 4, 32),
+    "hidden": (32, 64, 2, 2, 32),                   # the same, of two halves that are made here
+    "hidden random": (32, 64, 2, 2, 32),
 }
 
 
@@ -594,6 +655,8 @@ def _has_fp8(device):
 def _tile(kind, random, K):
     """TILES for rows of K numbers; whole rows are cut into few chunks, equal ones if possible."""
     BM, BK, warps, stages, fill = TILES[kind + " random" * random]
+    if kind == "hidden":
+        return BM, min(BK, K & -K), 2, warps, stages, fill
     if kind != "own":
         return BM, BK, 1, warps, stages, fill
     columns = max(min(BK, K & -K), triton.next_power_of_2(_ceil(K, 12)), 32)
@@ -636,6 +699,9 @@ def _parts(q):
 
 def _source(x, swiglu):
     """What the kernel reads: (kind, numbers, scales, outer, stride of a row, shape as numbers)."""
+    if isinstance(x, quant.Hidden):
+        h, d = (t.contiguous().view(torch.int32) for t in (x.h, x.d))
+        return "hidden", h, d, None, None, tuple(x.h.shape)
     if isinstance(x, Quantized):
         kind = "nvfp4" if quant.is_fp4(x.fmt) else "mxfp8"
         shape = (*x.codes.shape[:-1], x.scales.shape[-1] * FORMATS[x.fmt].block)
@@ -725,8 +791,11 @@ def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=tor
     if row.blocked is None and axis == -1:
         E, R = 1, E * R
     kind = "own" if own else {-1: "row", -2: "column", "both": "both"}[axis]
+    if source == "hidden":
+        kind, K = "hidden", K // 2                              # columns of a half
     BM, BK, chunks, warps, stages, fill = _tile(kind, random, K)
-    programs = _programs(device, E * _ceil(R, BM), _ceil(K, BK * chunks), warps, fill)
+    across = _ceil(K, BK if kind == "hidden" else BK * chunks)
+    programs = _programs(device, E * _ceil(R, BM), across, warps, fill)
     groups = 0 if counts is None else counts.numel()
     _round_kernel[programs,](
         data, scales, x_outer, index, counts, *(t if t is None else t.int() for t in (rows, cols)),
@@ -825,9 +894,11 @@ def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
 
 def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rounded=False, **kw):
     """(operand along the rows of x [.., R, K], operand along R), for MXFP8 in one pass over memory.
-    into: two earlier operands that may be written over."""
+    x: a tensor, or Hidden. into: two earlier operands that may be written over."""
     if rounded and not native:
         return x, operand(x, fmt, dtype=dtype, counts=counts, axis=-2, **kw)
+    if fmt != "mxfp8" and isinstance(x, quant.Hidden):
+        x = swiglu_backward(x.h, x.d)
     if fmt != "mxfp8":
         return (operand(x, fmt, native=native, dtype=dtype, **kw),
                 operand(x, fmt, native=native, dtype=dtype, counts=counts, axis=-2, **kw))
@@ -914,8 +985,7 @@ def _load_scales(scales, e, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
 def _decode(codes, scales, FP4: tl.constexpr):
     """The numbers of a tile, outer scale aside: for tests, where no block-scaled MMA can run."""
     if FP4:
-        b = codes.to(tl.int32)
-        v = tl.interleave(_decode_e2m1(b & 7, b << 28), _decode_e2m1((b >> 4) & 7, b << 24))
+        v = _decode_pairs(codes)
         s = _decode_e4m3(scales.to(tl.uint8, bitcast=True), False)
     else:
         v = _decode_e4m3(codes.to(tl.uint8, bitcast=True), False)
@@ -1228,14 +1298,13 @@ def _swiglu_kernel(h, dy, out, size, F: tl.constexpr, BLOCK: tl.constexpr):
     at = i // F * (2 * F) + i % F
     gate = tl.load(h + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(h + at + F, mask=inside, other=0).to(tl.float32)
-    sigmoid = 1 / (1 + tl.exp(-gate))
     if dy is None:
-        tl.store(out + i, (gate * sigmoid * up).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + i, (gate * _sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
     else:
         d = tl.load(dy + i, mask=inside, other=0).to(tl.float32)
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + at, (d * up * slope).to(out.dtype.element_ty), mask=inside)
-        tl.store(out + at + F, (d * gate * sigmoid).to(out.dtype.element_ty), mask=inside)
+        gate, up = _gated_gradient(gate, up, d)
+        tl.store(out + at, gate.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + F, up.to(out.dtype.element_ty), mask=inside)
 
 
 def _swiglu(h, dy, out):
@@ -1526,9 +1595,8 @@ def _wire_round(v, FP8: tl.constexpr):
     amax = _block_amax(x, False)
     byte, scale, inverse = _mxfp8_scales(amax)
     limit = tl.where(amax >= 0x7F800000, 0.0, 448.0)[:, :, None]
-    y = x * inverse[:, :, None]
-    y = _float(_bits(tl.minimum(tl.abs(y), limit)) | _sign(x))
-    value, code = _e4m3(y, None, False, FP8)
+    y = tl.minimum(tl.abs(x) * inverse[:, :, None], limit)
+    value, code = _e4m3(y, x, None, False, FP8)
     return tl.reshape(value * scale[:, :, None], (A, B)), tl.reshape(code, (A, B)), byte
 
 
@@ -1563,7 +1631,7 @@ def _copies_kernel(rows, slot, gates, out, codes, scales, T, pitch, D: tl.conste
         else:
             v = _rows_at(rows, r, d, inside, D)
         if ROUND:
-            v, code, byte = _wire_round(v, FP8 and codes is None)
+            v, code, byte = _wire_round(v, FP8)
             if codes is not None:
                 tl.store(codes + r[:, None] * D + d[None, :], code.to(tl.uint8), mask=inside)
                 b = tl.program_id(1) * (BD // 32) + tl.arange(0, BD // 32)

@@ -251,13 +251,11 @@ class Layer(nn.Module):
             self.load += plan.load
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
-        h = quant.grouped_linear(xe, self.w1, plan.counts, g, weight=weights["w1"], xq=xq, rows=ids,
-                                 rounded=("x",) if xq is None and g.wire == "mxfp8" else (),
-                                 seed=quant.fold(seed, 1))
-        # dY of w2 has travelled in `wire`: it is rounded already where its GEMM reads that format.
-        y = quant.grouped_linear(h, self.w2, plan.counts, g, weight=weights["w2"], rows=ids,
-                                 rounded=("dy",) if wire == g.dy else (), seed=quant.fold(seed, 2),
-                                 swiglu=True)
+        # What has travelled is rounded already: X, and dY where its GEMM reads the wire's format.
+        rounded = ("x",) * (xq is None and g.wire == "mxfp8") + ("dy",) * (wire == g.dy)
+        y = quant.grouped_mlp(xe, self.w1, self.w2, plan.counts, g, rounded=rounded, xq=xq, rows=ids,
+                              weights=(weights["w1"], weights["w2"]),
+                              seeds=(quant.fold(seed, 1), quant.fold(seed, 2)))
         return moe_comm.combine(y, gates, plan, wire)
 
     def forward(self, x, deltas, weights, positions, cos, sin, cache, seed, first_token):
@@ -265,17 +263,20 @@ class Layer(nn.Module):
         tokens = torch.arange(first_token, first_token + x.shape[0] * x.shape[1], dtype=torch.int32,
                               device=x.device)
         gemms = self.linears()
+        seeds = {name: quant.fold(seed, 32 + i) for i, name in enumerate(gemms)}
 
-        def lin(name, x, **kw):
-            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name], **kw,
-                                rows=tokens, seed=quant.fold(seed, 32 + list(gemms).index(name)))
+        def lin(name, x):
+            return quant.linear(x, getattr(self, name), gemms[name], weight=weights[name],
+                                rows=tokens, seed=seeds[name])
         x, *h = add_norm(x, deltas, self.attn_norm, self.cfg.norm_eps, 3)
         shape, deltas = x.shape, [self.attention(h, lin, positions, cos, sin, cache)]
         x, *h = add_norm(x.flatten(0, 1), [d.flatten(0, 1) for d in deltas], self.ffn_norm,
                          self.cfg.norm_eps, 3)                                   # [N, D]
         deltas = []
         if self.has_dense:
-            deltas.append(lin("v2", lin("v1", h[0]), swiglu=True).view(shape))
+            deltas.append(quant.mlp(h[0], self.v1, self.v2, self.recipe.dense, rows=tokens,
+                                    weights=(weights["v1"], weights["v2"]),
+                                    seeds=(seeds["v1"], seeds["v2"])).view(shape))
         if self.is_moe:
             deltas.append(self.moe(h[1], h[2], weights, seed, first_token).view(shape))
         return x.view(shape), deltas

@@ -720,40 +720,90 @@ def hadamard16(x, seed):
     return (h @ x.unflatten(0, (-1, 16))).flatten(0, 1)
 
 
-class _Linear(torch.autograd.Function):
-    """Y = X W^T for each expert, and its two gradients, rounded as `g: Gemms` says."""
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer but for its tensors: how its GEMMs round, the seed of that, and which of "x"
+    and "dy" came over the wire and so hold values of their format already."""
+    weight: Weight
+    g: Gemms
+    seed: object
+    rounded: tuple = ()
 
-    @staticmethod
-    def forward(ctx, x, w, weight, xq, rounded, counts, g, seed, rows, swiglu):
-        b, ctx.gated = backend_for(x), dict(swiglu=True) if swiglu else {}
+    def forward(self, x, xq, counts, gated=False):
+        """(Y [R, N] of X, what backward reads of X). gated: X is swiglu(x), not yet made."""
+        b, g, kw = backend_for(x), self.g, dict(swiglu=True) if gated else {}
         if xq is None and g.source == "copy":
-            xq, x_row = b.quantize_operand(x, g.x, **ctx.gated)                     # [R, K] along K
+            xq, x_row = b.quantize_operand(x, g.x, **kw)                            # [R, K] along K
         else:
-            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, rounded="x" in rounded,
-                              **ctx.gated)
+            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype,
+                              rounded="x" in self.rounded, **kw)
         # Where X is packed, because it came so or the backward pass starts from that copy, nothing
         # else of it is kept.
-        ctx.packed = xq is not None
-        kept = (*xq.tensors(), xq.index) if ctx.packed else (x,)
-        ctx.save_for_backward(counts, rows, x if swiglu else None, *kept)
-        ctx.weight, ctx.g, ctx.rounded, ctx.seed, ctx.dtype = weight, g, rounded, seed, x.dtype
-        return b.gemm(x_row, weight.forward, counts)                                # [R, N]
+        kept = (x, None, None, None) if xq is None else (*xq.tensors(), xq.index)
+        return b.gemm(x_row, self.weight.forward, counts), kept
+
+    def backward(self, dy, kept, counts, rows, dtype, gated=False):
+        """(dX [R, K], dW [E, N, K]) for dY [R, N] and what forward kept."""
+        b, g, seed, x, kw = backend_for(dy), self.g, self.seed, kept[0], {}
+        if kept[1] is not None:
+            x = Quantized(g.x, *kept[:3], index=kept[3])
+        elif gated:
+            kw = dict(swiglu=True)
+        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in self.rounded,
+                                                   seed, rows)
+        dx = b.gemm(dy_row, self.weight.backward, counts, turned=True)              # [R, K]
+        x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=dtype,         # [R, K] along T
+                          rounding=g.rounding, seed=fold(seed, 2), rows=rows, **kw)
+        return dx, b.gemm_wgrad(dy_col, x_col, counts_t)                            # [E, N, K]
+
+
+class _Linear(torch.autograd.Function):
+    """Y = X W^T for each expert, and its two gradients."""
+
+    @staticmethod
+    def forward(ctx, x, w, layer, xq, counts, rows):
+        y, kept = layer.forward(x, xq, counts)
+        ctx.save_for_backward(counts, rows, *kept)
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        counts, rows, *kept = ctx.saved_tensors
+        return *ctx.layer.backward(dy, kept, counts, rows, ctx.dtype), *[None] * 4
+
+
+@dataclass
+class Hidden:
+    """The gradient of h = [gate | up], still to be made of h and that of swiglu(h)."""
+    h: torch.Tensor
+    d: torch.Tensor
+
+    @property
+    def device(self):
+        return self.h.device
+
+
+class _MLP(torch.autograd.Function):
+    """Two linear layers with SwiGLU between, where a GPU makes swiglu(h) and the gradient of h
+    while it rounds them and never writes them otherwise."""
+
+    @staticmethod
+    def forward(ctx, x, w1, w2, first, second, xq, counts, rows):
+        h, kept = first.forward(x, xq, counts)                                      # [R, 2F]
+        y, kept_of_h = second.forward(h, None, counts, gated=True)                  # [R, N]
+        ctx.save_for_backward(counts, rows, h, *kept, *kept_of_h)
+        ctx.layers, ctx.dtype = (first, second), x.dtype
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         counts, rows, h, *kept = ctx.saved_tensors
-        g, b, seed = ctx.g, backend_for(dy), ctx.seed
-        x, gated = kept[0], ctx.gated
-        if ctx.packed:
-            x, gated = Quantized(g.x, *kept[:3], index=kept[3]), {}
-        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in ctx.rounded,
-                                                   seed, rows)
-        dx = b.gemm(dy_row, ctx.weight.backward, counts, turned=True)               # [R, K]
-        x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=ctx.dtype,     # [R, K] along T
-                          rounding=g.rounding, seed=fold(seed, 2), rows=rows, **gated)
-        dw = b.gemm_wgrad(dy_col, x_col, counts_t)                                  # [E, N, K]
-        return dx if h is None else b.swiglu_backward(h, dx), dw, *[None] * 8
+        (first, second), rest = ctx.layers, (counts, rows, ctx.dtype)
+        d, dw2 = second.backward(dy, kept[4:], *rest, gated=True)                   # [R, F]
+        return *(first.backward(Hidden(h, d), kept[:4], *rest)), dw2, *[None] * 5
 
 
 def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
@@ -768,8 +818,7 @@ def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
             x, filled)
 
 
-def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None,
-                   swiglu=False):
+def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None):
     """Y[r] = W[e] X[r] for rows sorted by expert, with the three GEMMs of a recipe.
 
     x [R, K]: each expert's rows start at multiples of 128; counts int32 [E]: its real rows. Padding
@@ -777,35 +826,66 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
     name of a Recipe, whose rule for experts is meant. weight: prepare()d operands of w. xq: x as it
     came packed over the wire; x then only carries the gradient. rounded: which of "x" and "dy" came
     over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
-    the logical index [R] of each row. swiglu: x is [gate | up], and X = swiglu(x); where X is
-    rounded, a GPU never writes it otherwise. Differentiable in x and w. Raises ValueError on a bad
-    shape.
+    the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
     """
-    g, b = RECIPES[recipe].experts if isinstance(recipe, str) else recipe, backend_for(x)
-    if swiglu and (b is REFERENCE or g.hadamard or not {g.x, g.back} <= {"mxfp8", "nvfp4"}):
-        x, swiglu = b.swiglu(x), False
-    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2] * (1 + swiglu):
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} do not fit: "
+    g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
+    layer = _layer(w, x.shape, x.dtype, g, weight, rounded, seed)
+    return _Linear.apply(x, w, layer, xq, counts, _names(x, rows))
+
+
+def _layer(w, shape, dtype, g, weight, rounded, seed):
+    """The _Layer of w [E, N, K] for x of a shape [R, K]."""
+    if len(shape) != 2 or w.dim() != 3 or w.shape[2] != shape[1]:
+        raise ValueError(f"x {tuple(shape)} and w {tuple(w.shape)} do not fit: "
                          "[R, K] and [E, N, K]")
     if w.shape[1] % g.block or w.shape[2] % g.block:
         raise ValueError(f"w {tuple(w.shape)}: N and K must be multiples of {g.block}")
-    if rows is None:
-        rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    if weight is None:
-        weight = prepare(w, g, fold(seed, 3), x.dtype)
-    return _Linear.apply(x, w, weight, xq, rounded, counts, g, seed, rows, swiglu)
+    return _Layer(prepare(w, g, fold(seed, 3), dtype) if weight is None else weight, g, seed,
+                  tuple(rounded))
 
 
-def linear(x, w, recipe, *, weight=None, seed=0, rows=None, swiglu=False):
-    """x [..., K] times w [N, K] transposed: one group whose rows are all real."""
+def _names(x, rows):
+    return torch.arange(len(x), dtype=torch.int32, device=x.device) if rows is None else rows
+
+
+def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rounded=(),
+                seeds=(0, 1), rows=None):
+    """grouped_linear by w2 [E, N, F] of swiglu(h), h = [gate | up] = grouped_linear by w1 [E, 2F, K]
+    of x. weights, seeds: of both; xq and "x" in rounded: of the first, "dy": of the second."""
+    g, b = RECIPES[recipe].experts if isinstance(recipe, str) else recipe, backend_for(x)
+    came, comes = ([name] if name in rounded else [] for name in ("x", "dy"))
+    if b is REFERENCE or g.hadamard or not {g.x, g.back, g.dy} <= {"mxfp8", "nvfp4"}:
+        h = grouped_linear(x, w1, counts, g, weight=weights[0], xq=xq, rounded=came, seed=seeds[0],
+                           rows=rows)
+        return grouped_linear(b.swiglu(h), w2, counts, g, weight=weights[1], rounded=comes,
+                              seed=seeds[1], rows=rows)
+    first = _layer(w1, x.shape, x.dtype, g, weights[0], came, seeds[0])
+    second = _layer(w2, (len(x), w1.shape[1] // 2), x.dtype, g, weights[1], comes, seeds[1])
+    return _MLP.apply(x, w1, w2, first, second, xq, counts, _names(x, rows))
+
+
+def _of_all_rows(f, x, rows, *weights, **kw):
+    """f of x [..., K] as one group whose rows are all real, and of weights [N, K]."""
     shape, x = x.shape, x.flatten(0, -2)
     short = -x.shape[0] % 32            # blocks along T; and a CPU row's bits must not depend on T
     if short:
         x = torch.nn.functional.pad(x, (0, 0, 0, short))
         rows = rows if rows is None else torch.nn.functional.pad(rows, (0, short))
+    y = f(x, *(w[None] for w in weights), None, rows=rows, **kw)
+    return (y[:-short] if short else y).view(*shape[:-1], y.shape[-1])
+
+
+def linear(x, w, recipe, *, rows=None, **kw):
+    """x [..., K] times w [N, K] transposed, as in grouped_linear; of a Recipe its rule for dense
+    layers is meant."""
     g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
-    y = grouped_linear(x, w[None], None, g, weight=weight, seed=seed, rows=rows, swiglu=swiglu)
-    return (y[:-short] if short else y).view(*shape[:-1], w.shape[0])
+    return _of_all_rows(grouped_linear, x, rows, w, recipe=g, **kw)
+
+
+def mlp(x, w1, w2, recipe, *, rows=None, **kw):
+    """The same as grouped_mlp of x [..., K], w1 [2F, K], w2 [N, F]."""
+    g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
+    return _of_all_rows(grouped_mlp, x, rows, w1, w2, recipe=g, **kw)
 
 
 # ------------------------------------------------------------------------------------- what travels

@@ -1144,6 +1144,12 @@ def pick_device(name):
         raise Refused(f"--device {name}: allowed are cpu, cuda and auto")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise Refused(f"--device {name}: this PyTorch finds no CUDA GPU; use --device cpu")
+    number = name.partition(":")[2] or "0"
+    if not number.isdecimal() or int(number) >= max(1, torch.cuda.device_count()):
+        raise Refused(f"--device {name}: the last one here is "
+                      f"{name.split(':')[0]}:{max(1, torch.cuda.device_count()) - 1}")
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(int(number))      # where Triton launches its kernels
     return torch.device(name)
 
 

@@ -243,25 +243,34 @@ def test_swiglu_is_rounded_to_bf16_first(fmt):
 
 
 @runs_kernels
-@pytest.mark.parametrize("recipe", [quant.IN_MXFP8, quant.IN_NVFP4])
-def test_a_layer_makes_its_input_of_swiglu_or_takes_it_made(recipe, monkeypatch):
+@pytest.mark.parametrize("recipe", [
+    quant.IN_MXFP8, quant.IN_NVFP4,
+    dataclasses.replace(quant.IN_MXFP8, dy_rounding="stochastic"),
+    dataclasses.replace(quant.IN_NVFP4, dy="nvfp4")], ids=str)
+def test_two_layers_around_swiglu_have_the_numbers_of_each_alone(recipe, monkeypatch):
+    """Also where the width of a half is no multiple of a tile."""
     ours = SimpleNamespace(**vars(quant.REFERENCE) | {
         name: getattr(kernels, name) for name in
         ("swiglu", "swiglu_backward", "operand", "operand_pair", "quantize_operand")})
     monkeypatch.setattr(quant, "backend_for", lambda _: ours)
-    h, counts, _ = experts_buffer(128)
-    h, w = h.bfloat16().to(DEVICE), torch.randn(4, 96, 64, device=DEVICE)
-    weight = quant.Weight(w.bfloat16(), w.bfloat16())
-    found = []
-    for fused in (True, False):
-        x = h.clone().requires_grad_()
-        w.grad = None
-        y = quant.grouped_linear(x if fused else kernels.swiglu(x), w.requires_grad_(),
-                                 counts.to(DEVICE), recipe, weight=weight, seed=1, swiglu=fused)
-        y.backward(torch.ones_like(y))
-        found.append((y, x.grad, w.grad))
-    for got, want in zip(*found):
-        assert_same(got, want, "swiglu")
+    for F in (128, 96):
+        x, counts, _ = experts_buffer(64)
+        x, counts = x.nan_to_num().bfloat16().to(DEVICE), counts.to(DEVICE)
+        params = [torch.randn(4, *shape, device=DEVICE) for shape in ((2 * F, 64), (96, F))]
+        weights = [quant.Weight(w.bfloat16(), w.bfloat16()) for w in params]
+        dy, found = torch.randn(len(x), 96).bfloat16().to(DEVICE), []
+        for fused in (True, False):
+            inputs = [t.clone().requires_grad_() for t in (x, *params)]
+            if fused:
+                y = quant.grouped_mlp(*inputs, counts, recipe, weights=weights, seeds=(3, 4))
+            else:
+                h, w1, w2 = inputs
+                h = quant.grouped_linear(h, w1, counts, recipe, weight=weights[0], seed=3)
+                y = quant.grouped_linear(kernels.swiglu(h), w2, counts, recipe, weight=weights[1],
+                                         seed=4)
+            found.append((y, *torch.autograd.grad(y, inputs, dy)))
+        for got, want in zip(*found):
+            assert_same(got, want, "mlp")
 
 
 @runs_kernels

@@ -500,6 +500,7 @@ def failed(capsys, argv):
     (["--stage", "test"], ["--stage", "'test'", "pretrain"]),
     (["--task", "chess"], ["'chess'", "sort6"]),
     (["--device", "tpu"], ["--device tpu", "cpu"]),
+    (["--device", "cpu:7"], ["--device cpu:7", "cpu:0"]),
     (["--steps", "many"], ["--steps", "'many'"]),
     (["--steps", 0], ["--steps 0", "at least 1"]),
     (["--group", 1], ["--group 1", "at least 2"]),

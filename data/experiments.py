@@ -36,7 +36,7 @@ SIZES = {
                 eval_every=630, save_every=1260),
     "gpu7m": dict(GPU, dim=256, heads=4, kv_heads=2, expert_dim=256, steps=4500, lr=2e-3,
                   eval_every=1125, save_every=2250),
-    "cpu": dict(preset="tiny", steps=600, eval_every=100, save_every=100),
+    "cpu": dict(preset="tiny", steps=1200, eval_every=100, save_every=100),
     "smoke": dict(dim=32, layers=2, heads=2, kv_heads=1, experts=4, top_k=2, expert_dim=32,
                   seq_len=32, batch=4, steps=8, warmup=2, eval_rows=4, eval_every=8, save_every=4,
                   log_every=4),
@@ -63,7 +63,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """arms: name -> Arm; the others are compared with the first. metric: see result()."""
+    """arms: name -> Arm; each is compared with the first of its budget. metric: see result()."""
     claim: str
     arms: dict
     seeds: tuple = (0, 1, 2)
@@ -75,44 +75,39 @@ def recipes(*names, budget=1.0, **flags):
 
 
 # Budgets of mxfp8, by which its loss is a function of compute. Long runs are dear: fewer seeds.
-SEEDS = {0.25: 10, 0.5: 10, 1: 6, 2: 2}
+SEEDS = {0.25: 10, 0.5: 6, 1: 5, 2: 2}
 
 
 def budgets(*pairs):
     return {f"{p}-x{b:g}": Arm(p, b, seeds=SEEDS[b]) for p, b in pairs}
 
 
-CURVE = tuple(("mxfp8", b) for b in (1, 0.5, 0.25, 2))
-TEN = tuple(range(10))
+def ablation(claim, *names, **flags):
+    """At a quarter of the budget: the shorter a pair of runs, the less they differ by chance, and
+    the more of them can be made."""
+    return Experiment(claim, recipes(*names, budget=0.25, **flags), seeds=tuple(range(8)))
+
 
 EXPERIMENTS = {
     "convergence": Experiment("MXFP8 converges as BF16", recipes("bf16", "mxfp8"),
                               seeds=tuple(range(5))),
     "efficiency": Experiment("an NVFP4 forward in the experts costs about 2 % of the compute",
-                             budgets(*CURVE, ("nvfp4", 1), ("nvfp4", 0.5), ("nvfp4", 0.25)),
-                             seeds=TEN),
-    "efficiency-46": Experiment("a choice of 6 or 4 for each block's largest number costs less",
-                                budgets(*CURVE, ("nvfp4-46", 0.5), ("nvfp4-46", 0.25)), seeds=TEN),
-    # The ablations at half of the budget, which buys more pairs.
-    "more-fp4": Experiment("4 bits in the backward pass, or in every layer, hurt more",
-                           recipes("mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all", budget=0.5)),
+                             budgets(*((p, b) for b in SEEDS for p in ("mxfp8", "nvfp4")
+                                       if (p, b) != ("nvfp4", 2))), seeds=tuple(range(10))),
+    "more-fp4": ablation("4 bits in the backward pass, or in every layer, hurt more",
+                         "mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all"),
     # With top-2, one shared expert and 5 of 6 layers in 4 bits, both arms have the same operations
     # there: 5 * 2 * 3DF in routed experts, 6 * (2DD + 3DF) in q, o and shared experts; D = F.
-    "layers": Experiment("experts bear 4 bits better than other layers",
-                         recipes("mxfp8", "nvfp4", "nvfp4-dense", budget=0.5, top_k=2),
-                         seeds=tuple(range(5))),
-    "backward": Experiment("a second copy rounded to nearest drifts, a stochastic one does not",
-                           recipes("nvfp4", "nvfp4-nearest", "nvfp4-original",
-                                   "nvfp4-independent", budget=0.5), seeds=tuple(range(6))),
-    "tiles": Experiment("16x16 tiles of weights are too coarse",
-                        recipes("nvfp4", "nvfp4-tile", budget=0.5), seeds=tuple(range(5))),
-    "four-six": Experiment("a largest number of 6 or 4, block by block, helps",
-                           recipes("nvfp4", "nvfp4-46", budget=0.5), seeds=TEN),
-    "combine": Experiment("expert results at 8.25 bits cost nothing",
-                          recipes("nvfp4-bf16-combine", "nvfp4", budget=0.5),
-                          seeds=tuple(range(8))),
-    "calibration": Experiment("a 4-bit copy needs no calibration",
-                              recipes("bf16", "nvfp4", budget=0.5)),
+    "layers": ablation("experts bear 4 bits better than other layers",
+                       "mxfp8", "nvfp4", "nvfp4-dense", top_k=2),
+    "backward": ablation("a second copy rounded to nearest drifts, a stochastic one does not",
+                         "nvfp4", "nvfp4-nearest", "nvfp4-original", "nvfp4-independent"),
+    "tiles": ablation("16x16 tiles of weights are too coarse", "nvfp4", "nvfp4-tile"),
+    "four-six": ablation("a largest number of 6 or 4, block by block, helps",
+                         "nvfp4", "nvfp4-46"),
+    "combine": ablation("expert results at 8.25 bits cost nothing",
+                        "nvfp4-bf16-combine", "nvfp4"),
+    "calibration": ablation("a 4-bit copy needs no calibration", "bf16", "nvfp4"),
     "rl": Experiment("NVFP4 earns the reward of MXFP8 in RL",
                      {p: Arm(p, first="mxfp8") for p in ("mxfp8", "nvfp4", "nvfp4-tensor")},
                      seeds=(0, 1, 2, 3, 4), metric="reward"),
@@ -126,6 +121,10 @@ def flags_of(arm, size):
         return dict(RL[size], stage="rl", precision=arm.precision, **arm.flags)
     flags = dict(SIZES[size], **TEXT, precision=arm.precision) | arm.flags
     return flags | dict(steps=max(2, round(arm.budget * flags["steps"])))
+
+
+# Flags that change what is reported of a run, not the run.
+REPORTING = {"preset", "eval_rows", "eval_every", "save_every", "log_every"}
 
 
 @dataclass
@@ -147,13 +146,21 @@ class Place:
         return self.runs / folder / f"{arm}-seed{seed}.jsonl"
 
     def find(self, name, arm, seed):
-        """(experiment, arm) under which this run, or an equal one, is kept; None if it is not."""
+        """(experiment, arm) under which this run, or an equal one, is kept; None if it is not. What
+        has been kept of an earlier definition does not count."""
         wanted = EXPERIMENTS[name].arms[arm]
         for other, e in {name: EXPERIMENTS[name], **EXPERIMENTS}.items():
             for n, a in e.arms.items():
-                if a == wanted and self.log(other, n, seed).exists():
+                log = self.log(other, n, seed)
+                if a == wanted and log.exists() and self.is_of(log, a):
                     return other, n
         return None
+
+    def is_of(self, log, arm):
+        """Was the kept run made with the flags that the arm has now?"""
+        config = json.loads(log.read_text().partition("\n")[0])["config"]
+        flags = flags_of(arm, self.size)
+        return all(config.get(k, v) == v for k, v in flags.items() if k not in REPORTING)
 
     def out(self, name, arm, seed):
         return self.work / self.size / name / f"{arm}-seed{seed}"
@@ -318,9 +325,10 @@ def compute_lost(found, arms):
 
 
 def lines_of_table(found, arms):
-    """One line for each arm: mean, spread, n, and the paired difference from the first arm."""
-    first = next(iter(arms))
+    """One line for each arm: mean, spread, n, and the paired difference from the first arm of its
+    budget."""
     for arm in arms:
+        first = next(n for n, a in arms.items() if a.budget == arms[arm].budget)
         values = list(found[arm].values())
         if not values:
             yield f"| {arm} | not measured | | 0 | |"

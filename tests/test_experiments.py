@@ -76,6 +76,17 @@ def test_an_equal_run_of_another_experiment_is_taken(stub, place):
     assert place.find("efficiency", "mxfp8-x2", 0) is None      # of another length
 
 
+def test_a_run_of_an_earlier_definition_is_not_taken(stub, place, monkeypatch):
+    experiments.run(place, ["convergence"], [0])
+    log = place.log("convergence", "mxfp8", 0)
+    _, *rows = log.read_text().splitlines()
+    monkeypatch.setitem(SIZES, "smoke", dict(SIZES["smoke"], lr=0.5))
+    for lr in (0.5, 0.125):
+        log.write_text("\n".join([json.dumps(dict(config=dict(lr=lr))), *rows]))
+        assert bool(place.find("convergence", "mxfp8", 0)) == (lr == 0.5)
+
+
+
 def test_a_kept_log_names_no_path_and_has_its_command(stub, place):
     place.data = "/a/b/text"
     experiments.run(place, ["convergence"], [0])

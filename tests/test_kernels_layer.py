@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 import kernels
 import model
 import moe_comm
+import quant
 import train
 from data.prepare import Corpus
 

@@ -537,6 +537,8 @@ RECIPES = {r.name: r for r in (
     _nvfp4_but("nvfp4-tensor", x="nvfp4_tensor"),             # one scale for all tokens
     _nvfp4_but("nvfp4-tile", w="nvfp4_tile"),                 # 16x16 weight tiles
     _nvfp4_but("nvfp4-46", x="nvfp4_46", w="nvfp4_46"),       # 6-or-4 block scales
+    replace(_NV, name="nvfp4-last-none", last=None),          # the last layer's experts in 4 bits
+    replace(_NV, name="nvfp4-last-half", last_share=0.5),     # half of the layers' in 8 bits
     replace(_NV, name="nvfp4-fp4", experts=IN_FP4),           # 4-bit backward as well
     replace(_NV, name="nvfp4-all", last=IN_NVFP4, dense=IN_NVFP4),    # every linear in 4 bits
     replace(_NV, name="nvfp4-dense", experts=IN_MXFP8, dense=IN_NVFP4),   # 4 bits elsewhere instead
@@ -1030,16 +1032,19 @@ def lesson_second_copy():
 
 def lesson_recipes():
     """What the GEMMs of each recipe read."""
-    row = "{:<20}{:<21}{:<18}{:<26}{:<7}{}".format
+    row = "{:<19}{:<21}{:<18}{:<25}{:<6}{:<6}{}".format
     print()
-    print(row("experts", "forward: X, W", "backward: dY", "X and W again, of", "dense", "sent"))
-    print(row("  blocks along", "K", "N and T", "T (X), N (W)", "layers", "back"))
+    print(row("experts", "forward: X, W", "backward: dY", "X and W again, of", "dense", "sent",
+              "8-bit"))
+    print(row("  blocks along", "K", "N and T", "T (X), N (W)", "", "back", "last"))
     for name, r in RECIPES.items():
         g = r.experts
         sent = "*" if g.source == "original" and g.wire != "bf16" else ""
         print(row(name, f"{g.x}, {g.w}", f"{g.dy} {g.dy_rounding}",
-                  f"{g.back} {g.rounding}, {g.source}{sent}", r.dense.x, r.combine))
-    print("* but of the X that is sent to experts only the rounded copy is there")
+                  f"{g.back} {g.rounding}, {g.source}{sent}", r.dense.x, r.combine,
+                  f"{r.last_share:.0%}" if r.last else ""))
+    print("* but of the X that is sent to experts only the rounded copy is there\n"
+          "8-bit last: the last layers, at least one, whose experts are as in mxfp8")
 
 
 if __name__ == "__main__":

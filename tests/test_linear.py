@@ -25,7 +25,8 @@ TABLE = {row.split()[0]: row.split()[1:] for row in """
     nvfp4-46            nvfp4_46     nvfp4_46   mxfp8 nearest    mxfp8 copy     stochastic
     nvfp4-fp4           nvfp4        nvfp4      nvfp4 stochastic nvfp4 original nearest
 """.strip().splitlines()}
-SAME_EXPERTS = {"nvfp4-all": "nvfp4", "nvfp4-dense": "mxfp8", "nvfp4-bf16-combine": "nvfp4"}
+SAME_EXPERTS = {"nvfp4-all": "nvfp4", "nvfp4-dense": "mxfp8", "nvfp4-bf16-combine": "nvfp4",
+                "nvfp4-last-none": "nvfp4", "nvfp4-last-half": "nvfp4"}
 ROTATED = ("nvfp4-fp4",)                     # both wgrad operands, by a Hadamard matrix of 16 rows
 CORNERS = (3, 0, 47, 50)
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)

@@ -958,20 +958,21 @@ class Captured:
     first calls run as they are, which compiles and warms up; shapes must not change."""
 
     def __init__(self, function):
-        self.function, self.warmup, self.graph = function, 3, None
+        self.function, self.warmup, self.graph, self.side = function, 3, None, None
 
     def __call__(self, *tensors):
         if self.warmup:
             self.warmup -= 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            # A stream of the GPU in use: by default all graphs are captured on that of the first.
+            self.side = self.side or torch.cuda.Stream()
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
                 result = self.function(*tensors)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self.side)
             return result
         if not self.graph:
             self.inputs, self.graph = [t.clone() for t in tensors], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.side):
                 self.result = self.function(*self.inputs)
         for mine, given in zip(self.inputs, tensors):
             mine.copy_(given)
@@ -1042,7 +1043,7 @@ def lesson_recipes():
         sent = "*" if g.source == "original" and g.wire != "bf16" else ""
         print(row(name, f"{g.x}, {g.w}", f"{g.dy} {g.dy_rounding}",
                   f"{g.back} {g.rounding}, {g.source}{sent}", r.dense.x, r.combine,
-                  f"{r.last_share:.0%}" if r.last else ""))
+                  f"{r.last_share:g}" if r.last else ""))
     print("* but of the X that is sent to experts only the rounded copy is there\n"
           "8-bit last: the last layers, at least one, whose experts are as in mxfp8")
 

@@ -167,8 +167,8 @@ RATES = dict(experts=680e12, dense=630e12, attention=250e12, copy=4.24e12, swigl
 PASSES = 0.75       # ASSUMED: share of the copy bandwidth of all other passes over activations
 LAUNCHES = 3e-4     # ASSUMED: seconds a layer in small kernels (top-k, sort, counts, norms' gains)
 # Shares of the copy bandwidth. Where random bits are drawn, they are what takes the time, whatever
-# is read: as long as 4 bytes a number at half of the bandwidth.
-ROUNDING = dict(row=0.97, column=0.9, random=0.5, fp4=0.74, decode=0.95)
+# is read: as long as 4 bytes a number at 0.57 of the bandwidth.
+ROUNDING = dict(row=0.97, column=0.9, random=0.57, fp4=0.77)
 
 
 def active_flops(m):
@@ -195,19 +195,20 @@ def activation_bytes(m):
 
 
 def rounding_seconds(m, precision):
-    """What an emulated precision adds: reading, rounding, and writing decoded bf16 numbers."""
+    """What an emulated precision adds: reading, rounding, and writing decoded bf16 numbers. Where
+    SwiGLU, a gather or a sum rounds in passing, only what it moves beyond bf16's counts."""
     D, F, k, S = m["dim"], m["expert_dim"], m["top_k"], m["shared"]
     t = {name: share * RATES["copy"] for name, share in ROUNDING.items()}
-    dense = (4 * (2 * D + D + S * F) / t["row"] +                               # X of q, o, v1, v2
-             (6 * (3 * D + 2 * S * F) + 4 * (3 * D + S * F)) / t["column"])     # dY both ways, X
-    wire = 4 * 3 * k * D / t["row"]                         # results, and both gradients
-    back = (4 * k * D + 6 * 2 * k * F) / t["column"]        # dY of w2 along T; of w1 both ways
-    eight = (4 * (D + k * F) / t["row"] + 4 * k * (D + F) / t["column"])        # X of w1 and w2
-    four = (2.6 * D + 2 * k * F) / t["fp4"] + (3.7 * k * D + 2.6 * k * F) / t["decode"]
+    dense = (4 * 3 * D / t["row"] +                                             # X of q, o, v1
+             (6 * 3 * D + 4 * S * F + 4 * 3 * D + 6 * S * F) / t["column"])     # dY both ways, X
+    wire = 2.4 * k * D / t["row"]                           # results: codes; and both gradients
+    back = (4 * k * D + 4 * k * F) / t["column"]            # dY of w2 along T; of w1 both ways
+    eight = 4 * D / t["row"] + (4 * k * D + 6 * k * F) / t["column"]            # X of w1 and w2
+    four = 2.6 * D / t["fp4"] + 0.6 * k * F / t["fp4"]
     four += 4 * k * (D + F) / t["random"]                   # X again, from 4 bits
-    weights = 6 / t["column"]                               # a second copy, along the other axis
-    if precision == "nvfp4":                                # amax, codes, decoded, from codes again
-        weights = 4 / RATES["copy"] + 4.6 / t["fp4"] + 2.6 / t["decode"] + 4 / t["random"]
+    weights = 2 / t["column"]                               # a second copy, along the other axis
+    if precision == "nvfp4":                                # amax; codes; again, from codes
+        weights = 4 / RATES["copy"] + 0.6 / t["fp4"] + 4 / t["random"]
     share = 0 if precision == "mxfp8" else round(0.85 * m["layers"]) / m["layers"]
     layer = dense + wire + back + share * four + (1 - share) * eight
     return m["batch"] * m["seq_len"] * m["layers"] * layer + parameters(m) * weights

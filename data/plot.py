@@ -4,10 +4,11 @@
     python data/plot.py out-1 out-2 --alone --what bpb reward
     python data/plot.py block                             # a block of 16 numbers being rounded
     python data/plot.py bias                              # rounding to nearest and stochastically
+    python data/plot.py compute                           # loss over compute, of the kept runs
 
 Runs that differ in nothing but the seed are drawn as their mean, with a band from the lowest to the
 highest. Published runs are those in data/runs; of these, the ones of the same size and task are
-drawn beside yours. (A run's folder named block or bias is ./block or ./bias here.)
+drawn beside yours. (A run's folder with the name of a picture, block, is ./block here.)
 """
 import argparse
 import json
@@ -205,7 +206,8 @@ class Run:
 
     def likeness(self):
         """Equal for runs that differ in nothing but the seed and where they lie."""
-        kept = {k: v for k, v in self.config.items() if k not in ("seed", "out", "resume")}
+        where = ("seed", "out", "resume", "device")
+        kept = {k: v for k, v in self.config.items() if k not in where}
         return self.published, json.dumps(kept, sort_keys=True)
 
 
@@ -232,7 +234,7 @@ def read_run(where):
         raise Refused(f"{file}: is no log of train.py, whose first line holds the configuration")
     name = file.parent.resolve().name if file.name == "log.jsonl" else file.stem
     return Run(name, header["config"], header.get("parameters", 0), rows[1:],
-               file.resolve().parent == PUBLISHED)
+               PUBLISHED in file.resolve().parents)
 
 
 def with_published(runs):
@@ -392,8 +394,42 @@ def bias_picture():
         *second_copies(Axes(450, 40, 330, 230, (1, 256), (0.0015, 0.2), log=True))])
 
 
+# ---------------------------------------------------------------------------------------- the claims
+def compute_picture():
+    """The loss of two recipes over compute, and their differences pair by pair."""
+    from data import experiments
+    place, arms = experiments.Place("gpu"), experiments.EXPERIMENTS["efficiency"].arms
+    found = {n: {s: experiments.result(log, "bpb")
+                 for s, log in experiments.kept(place, "efficiency", n).items()} for n in arms}
+    found = {n: runs for n, runs in found.items() if runs}
+    left = Axes(60, 40, 330, 260, (0.2, 2.5), (0.8, 1.25), log=True)
+    right = Axes(540, 40, 300, 260, (0.1, 1.2), (-0.012, 0.015))
+    budgets = sorted({arms[n].budget for n in found})
+    parts = left.frame("Validation text, bits per byte", "budget: 1 is 82.6 million bytes", budgets,
+                       (0.8, 0.9, 1.0, 1.1, 1.2))
+    parts += right.frame("NVFP4 minus MXFP8, same seed", "budget", (0.25, 0.5, 1))
+    named = []
+    for precision, colour in (("mxfp8", 2), ("nvfp4", 3)):
+        mean = [(b, sum(v.values()) / len(v)) for b in budgets
+                if (v := found.get(f"{precision}-x{b:g}"))]
+        parts += [left.curve(mean, colour), *(dot(*left.at(*p), colour) for p in mean)]
+        named.append((precision, mean[-1], colour))
+    for b in budgets:
+        d = experiments.paired(found[f"mxfp8-x{b:g}"], found.get(f"nvfp4-x{b:g}", {}))
+        if len(d) > 1:
+            mean, half = experiments.interval(d)
+            parts += [right.inside(dot(*right.at(b, v), 3, "thin", 3)) for v in d]
+            x, y = right.at(b, mean)
+            ends = [right.at(b, mean + sign * half)[1] for sign in (-1, 1)]
+            parts += [dot(x + 10, y, 3), right.inside(line(x + 10, *ends[:1], x + 10, ends[1], 3))]
+    parts += [line(right.left, zero := right.at(1, 0)[1], right.left + right.width, zero),
+              *left.end_labels(named),
+              text(10, 356, "Right, rings: pairs of runs. Dots: their mean, and its 95 % interval.")]
+    return document(860, 370, "Loss over compute in MXFP8 and NVFP4", parts)
+
+
 # ------------------------------------------------------------------------------------- command line
-PICTURES = {"block": block_picture, "bias": bias_picture}
+PICTURES = {"block": block_picture, "bias": bias_picture, "compute": compute_picture}
 
 
 def parse(argv):
@@ -403,7 +439,7 @@ def parse(argv):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                allow_abbrev=False)
     p.add_argument("runs", nargs="+", metavar="RUN",
-                   help="a run's folder or its log.jsonl; or one of the words block and bias")
+                   help=f"a run's folder or its log.jsonl; or one of {', '.join(PICTURES)}")
     p.add_argument("-o", "--out", metavar="FILE", help="the SVG to write (default: WHAT.svg)")
     p.add_argument("--what", nargs="+", default=["loss"], choices=METRICS, metavar="WHAT",
                    help=f"the curves: {', '.join(METRICS)} (default: loss)")

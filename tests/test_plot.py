@@ -12,6 +12,10 @@ from data import plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = sorted((ROOT / "data" / "runs").glob("cpu-tiny-*.jsonl"))
+H200 = [run for pattern in ("convergence/bf16-*", "efficiency/mxfp8-x1-*", "efficiency/nvfp4-x1-*")
+        for run in sorted((ROOT / "data" / "runs").glob(pattern))]
+RL = [run for arm in ("mxfp8", "nvfp4", "nvfp4-tensor")
+      for run in sorted((ROOT / "data" / "runs" / "rl-cpu").glob(f"{arm}-seed*"))]
 
 
 def luminance(colour):
@@ -104,7 +108,9 @@ def test_a_wrong_flag_is_one_sentence_and_exit_code_2(capsys, args):
 
 
 @pytest.mark.parametrize("name, args", [
-    ("loss", [*RUNS, "--what", "loss", "reward"]), ("block", ["block"]), ("bias", ["bias"])])
+    ("loss", [*RUNS, "--what", "loss", "reward"]), ("block", ["block"]), ("bias", ["bias"]),
+    ("compute", ["compute"]), ("h200", [*H200, "--what", "loss", "bpb"]),
+    ("rl", [*RL, "--alone", "--what", "reward", "pass_rate"])])
 def test_the_pictures_in_the_tree_are_what_the_program_draws(tmp_path, name, args):
     """But for the last digit: another machine may sum in another order."""
     drawn, kept = drawing(*args, tmp_path=tmp_path), (ROOT / "data" / f"{name}.svg").read_text()

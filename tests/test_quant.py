@@ -879,7 +879,7 @@ def test_error_of_the_backward_weight_against_the_forward_weight():
 def test_the_lesson_fits_a_screen_and_shows_the_golden_block():
     run = [sys.executable, ROOT / "quant.py"]
     lines = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(lines) <= 48 and max(map(len, lines)) <= 100
+    assert len(lines) <= 45 and max(map(len, lines)) <= 100
     words = [line.split() for line in lines]
     assert ["value", *(f"{v:g}" for v in E2M1)] in words
     assert any(w[:5] == ["-54", "-6.000", "-6", "f", "-54"] for w in words)

@@ -376,8 +376,8 @@ def table(place, name):
         print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n|---|---|---|---|")
         for c, values in (*lost.items(), ("all", sum(lost.values(), []))):
             mean, half = interval(values)
-            print(f"| {c} | {slope.get(c, math.nan):.4f} | {mean:.2%} +- {half:.2%} | "
-                  f"{len(values)} |")
+            b = f"{slope[c]:.4f}" if c in slope else ""
+            print(f"| {c} | {b} | {mean:.2%} +- {half:.2%} | {len(values)} |")
     if e.metric == "reward":
         print("\n" + "\n".join(rl_lines(logs)))
     print(f"\n`{head['command']}`")

@@ -274,6 +274,18 @@ def test_two_layers_around_swiglu_have_the_numbers_of_each_alone(recipe, monkeyp
 
 
 @runs_kernels
+@pytest.mark.parametrize("native", [False, True])
+def test_the_gradient_of_gate_and_up_is_rounded_where_it_is_made(native):
+    generator = torch.Generator().manual_seed(5)
+    h, d = (torch.randn(256, n, generator=generator).bfloat16().to(DEVICE) for n in (256, 128))
+    kw = dict(native=native, counts=torch.tensor([100, 64], dtype=torch.int32, device=DEVICE))
+    found = kernels.operand_pair(quant.Hidden(h, d), "mxfp8", **kw)
+    wanted = kernels.operand_pair(kernels.swiglu_backward(h, d), "mxfp8", **kw)
+    for got, want in zip(quant.storage(*found), quant.storage(*wanted)):
+        assert_same(got.view(torch.uint8), want.view(torch.uint8), "hidden")
+
+
+@runs_kernels
 @FORMATS
 def test_packed_and_operand_in_one_pass(fmt):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(6)).bfloat16()

@@ -1127,14 +1127,20 @@ def _gemm_tile(fmt, kind, N, major):
     return 128, 256, 64, 2, 8, 4
 
 
+def _common_format(a, b):
+    """bf16, mxfp8 or nvfp4: what two tensors or two Operands hold."""
+    names = ["bf16" if torch.is_tensor(t) else t.fmt for t in (a, b)]
+    fmt, other = ("nvfp4" if quant.is_fp4(name) else name for name in names)
+    if fmt != other:
+        raise ValueError(f"{' times '.join(names)}: block-scaled tensor cores take two of one "
+                         "format; the emulated backend takes any")
+    return fmt
+
+
 def _gemm_call(a, b, counts, kind, tile=None, decode=False):
     """(result, grid, arguments, options) of the kernel for two tensors or two Operands."""
-    native = isinstance(a, Operand)
-    fmt = ("nvfp4" if quant.is_fp4(a.fmt) else "mxfp8") if native else "bf16"
-    V, pack = (16, 2) if fmt == "nvfp4" else (32, 1)
-    if native and quant.is_fp4(a.fmt) != quant.is_fp4(b.fmt):
-        raise ValueError(f"{a.fmt} times {b.fmt}: block-scaled tensor cores take two of one "
-                         "format; the emulated backend takes any")
+    fmt = _common_format(a, b)
+    native, V, pack = fmt != "bf16", 16 if fmt == "nvfp4" else 32, 2 if fmt == "nvfp4" else 1
     if not native and (a.shape[-1] % 8 or b.shape[-1] % 8):
         raise ValueError(f"operands {tuple(a.shape)} and {tuple(b.shape)}: "
                          "rows must be a multiple of 16 bytes")
@@ -1184,7 +1190,7 @@ def _grouped_gemm(a, b, counts, kind, **kw):
 def gemm(a, b, counts=None, turned=False):
     """quant.gemm: Y[R, N] = A[R, K] B[E, N, K]^T, each expert's rows with its own matrix; padding
     gives zeros. turned: Y[R, K] = A[R, N] B[E, N, K]. bf16, or Operands, whose B comes turned."""
-    if torch.is_tensor(a) and counts is None:
+    if counts is None and _common_format(a, b) == "bf16":
         return torch.mm(a, b[0] if turned else b[0].T)
     return _grouped_gemm(a, b, counts, "dgrad" if turned else "forward")
 
@@ -1192,7 +1198,7 @@ def gemm(a, b, counts=None, turned=False):
 def gemm_wgrad(dy, x, counts=None):
     """quant.gemm_wgrad: dW[E, N, K] = dY[R, N]^T X[R, K] over each expert's real rows, fp32. What
     lies in padding rows does not matter in bf16; an Operand's padding is zero."""
-    if torch.is_tensor(dy) and counts is None:
+    if counts is None and _common_format(dy, x) == "bf16":
         return torch.mm(dy.T, x, out_dtype=torch.float32)[None]
     return _grouped_gemm(dy, x, counts, "wgrad")
 

@@ -308,6 +308,18 @@ def test_the_check_sees_what_the_compiler_does_not_say():
     assert wide and (TRITON < (3, 8) or "a body that traps" in wide)         # a kernel that traps
 
 
+@pytest.mark.parametrize("counts", [None, torch.tensor([128], dtype=torch.int32)])
+def test_operands_of_two_formats_are_refused_in_a_sentence(counts):
+    x = torch.zeros(128, 128, dtype=torch.bfloat16)
+    four = kernels.Operand("nvfp4", torch.zeros(1, 128, 64, dtype=torch.uint8), None)
+    eight = kernels.Operand("mxfp8", torch.zeros(1, 128, 128, dtype=torch.uint8), None)
+    for a, b, words in ((x, four, "bf16 times nvfp4"), (four, x, "nvfp4 times bf16"),
+                        (eight, four, "mxfp8 times nvfp4")):
+        for f in (kernels.gemm, kernels.gemm_wgrad):
+            with pytest.raises(ValueError, match=words):
+                f(a, b, counts)
+
+
 @compiles
 @pytest.mark.parametrize("arch, limit", [(80, 166912), (90, 232448), (100, 232448), (120, 101376)])
 @pytest.mark.parametrize("kind", ["dgrad", "wgrad"])

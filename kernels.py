@@ -122,7 +122,8 @@ def _float(bits):
 
 @jit
 def _number(n):
-    """fp32 of an integer 0 <= n < 2^23, by its bits (a conversion costs four times as much)."""
+    """fp32 of an integer 0 <= n < 2^23, by its bits (a conversion takes as long as four integer
+    operations)."""
     return _float(n + 0x4B000000) - 8388608.0
 
 
@@ -491,8 +492,8 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
 def _whole_rows(source, at, first, BM: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
                 K: tl.constexpr, SOURCE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
                 FP8: tl.constexpr):
-    """Whole rows: (their own outer scales, their chunks, block amaxes of each chunk). What reads
-    the chunks again finds them in a cache; it is the better way but where they are long to make."""
+    """Whole rows: (their own outer scales, their chunks, block amaxes of each chunk). Chunks that
+    are not held are loaded again, from a cache."""
     chunks, amaxes = (), ()
     top = tl.zeros((BM,), tl.int32)
     for i in tl.static_range(CHUNKS):
@@ -527,7 +528,7 @@ def _draw(row_hash, cols, k0, BK: tl.constexpr, K: tl.constexpr):
     h = row_hash[:, None] + _mix(c.to(tl.uint32, bitcast=True) ^ 0x5BD1E995)[None, :]
     h = (h ^ (h >> 16)) * 0x7FEB352D
     # 24 bits behind 0x3F make a float f. Without the first one, which doubles f, u = f - 1/2; with
-    # it u = f / 2; that is the smaller one each time. (A conversion is eight times as slow.)
+    # it u = f / 2; that is the smaller one each time. (No conversion: see _number.)
     f = _float((h ^ (h >> 15)) * 0x846CA68B >> 8 | 0x3F000000)
     return tl.minimum(f - 0.5, f * 0.5)
 

@@ -19,8 +19,8 @@ Three ideas carry the file.
    bits, so every decoded number is exact in bf16. A bf16 GEMM on decoded numbers therefore forms
    the very products that a block-scaled tensor core forms, and one recipe has the same numbers
    on a CPU, on a Hopper and on a Blackwell. There is one per row, so what a token becomes does not
-   depend on its neighbours in the batch: rollout and training agree, and a token may be rounded
-   before it is sent to another GPU.
+   depend on its neighbours in the batch: rollout and training round alike, and a token may be
+   rounded before it is sent to another GPU.
 
 2. Stochastic rounding is unbiased only if nothing clips. Rounding x between neighbours lo < hi up
    with probability (x - lo) / (hi - lo) has mean x, but if the block scale was itself rounded down,
@@ -842,6 +842,8 @@ def _layer(w, shape, dtype, g, weight, rounded, seed):
                          "[R, K] and [E, N, K]")
     if w.shape[1] % g.block or w.shape[2] % g.block:
         raise ValueError(f"w {tuple(w.shape)}: N and K must be multiples of {g.block}")
+    if shape[0] % g.block:
+        raise ValueError(f"x {tuple(shape)}: R must be a multiple of {g.block}")
     return _Layer(prepare(w, g, fold(seed, 3), dtype) if weight is None else weight, g, seed,
                   tuple(rounded))
 
@@ -868,8 +870,9 @@ def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rou
 
 def _of_all_rows(f, x, rows, *weights, **kw):
     """f of x [..., K] as one group whose rows are all real, and of weights [N, K]."""
-    shape, x = x.shape, x.flatten(0, -2)
-    short = -x.shape[0] % 32            # blocks along T; and a CPU row's bits must not depend on T
+    shape, x = x.shape, x.reshape(-1, x.shape[-1])
+    # Blocks along T; and a CPU row's bits must not depend on T.
+    short = -len(x) % 32 or 32 * (len(x) == 0)
     if short:
         x = torch.nn.functional.pad(x, (0, 0, 0, short))
         rows = rows if rows is None else torch.nn.functional.pad(rows, (0, short))

@@ -161,7 +161,7 @@ def needed(claim, steps=2000):
 
 
 # ------------------------------------------------------------------- this trainer's step on an H200
-# Measured there (README: the profile of model A in bf16, and the benchmark of the kernels).
+# Measured there (data/runs/h200-profile.txt, model A in bf16, and the benchmark of the kernels).
 RATES = dict(experts=680e12, dense=630e12, attention=250e12, copy=4.24e12, swiglu=4.2e12,
              adamw=3.5e12)
 PASSES = 0.75       # ASSUMED: share of the copy bandwidth of all other passes over activations

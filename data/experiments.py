@@ -26,16 +26,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
+class Unusable(Exception):
+    """What is kept cannot be used; its text is the one sentence to print."""
+
+
 # -------------------------------------------------------------------------------- what is compared
-# Flags of train.py. "gpu": 4.0M active parameters of 12.0M, and 20 bytes of text for each of them;
-# "gpu7m": 7.2M of 21.4M, the same.
-GPU = dict(layers=6, experts=16, top_k=4, seq_len=256, batch=128, warmup=200, eval_rows=2048,
-           log_every=100)
+# Flags of train.py. "gpu": 4.0M active parameters of 12.0M, and 20 bytes of text for each of them.
 SIZES = {
-    "gpu": dict(GPU, dim=192, heads=6, kv_heads=2, expert_dim=192, steps=2520, lr=2.5e-3,
+    "gpu": dict(layers=6, experts=16, top_k=4, seq_len=256, batch=128, warmup=200, eval_rows=2048,
+                log_every=100, dim=192, heads=6, kv_heads=2, expert_dim=192, steps=2520, lr=2.5e-3,
                 eval_every=630, save_every=1260),
-    "gpu7m": dict(GPU, dim=256, heads=4, kv_heads=2, expert_dim=256, steps=4500, lr=2e-3,
-                  eval_every=1125, save_every=2250),
     "cpu": dict(preset="tiny", steps=1200, eval_every=100, save_every=100),
     "smoke": dict(dim=32, layers=2, heads=2, kv_heads=1, experts=4, top_k=2, expert_dim=32,
                   seq_len=32, batch=4, steps=8, warmup=2, eval_rows=4, eval_every=8, save_every=4,
@@ -44,7 +44,6 @@ SIZES = {
 TEXT = dict(stage="pretrain", text_share=1.0, mix_lr=0.05)      # text alone; lr falls to a 20th
 RL = {      # the default task's own model, as in the README; the shapes come with the checkpoint
     "gpu": dict(preset="tiny", rl_steps=200),
-    "gpu7m": dict(preset="tiny", rl_steps=200),
     "cpu": dict(preset="tiny", rl_steps=100),
     "smoke": dict(SIZES["smoke"], rl_steps=4, prompts=2, group=4, rl_text_rows=2, eval_problems=8,
                   rl_eval_every=4, gate_every=4, gate=0.0),
@@ -74,7 +73,8 @@ def recipes(*names, budget=1.0, **flags):
     return {n: Arm(n, budget, flags) for n in names}
 
 
-# Budgets of mxfp8, by which its loss is a function of compute. Long runs are dear: fewer seeds.
+# Budgets at which mxfp8's loss is known, so that it is a function of compute, and how many of the
+# seeds run there: long runs are dear.
 SEEDS = {0.25: 10, 0.5: 5, 1: 4, 2: 2}
 
 
@@ -125,16 +125,17 @@ def flags_of(arm, size):
     return flags | dict(steps=max(2, round(arm.budget * flags["steps"])))
 
 
-# Flags that change what is reported of a run, not the run.
+# Flags that change what is reported of a run, not the run; and the preset, whose shapes a log has.
 REPORTING = {"preset", "eval_rows", "eval_every", "save_every", "log_every"}
 
 
 @dataclass
 class Place:
-    """Where runs are made, and where their logs are kept."""
+    """Where runs are made, and where their logs are kept. data: as in train.py; None is any text,
+    where nothing is to run."""
     size: str
     devices: tuple = ("cpu",)
-    data: str = ""
+    data: str | None = ""
     work: Path = ROOT / "out" / "experiments"
     runs: Path = HERE / "runs"
 
@@ -160,8 +161,9 @@ class Place:
 
     def is_of(self, log, arm):
         """Was the kept run made with the flags that the arm has now?"""
-        config = json.loads(log.read_text().partition("\n")[0])["config"]
-        flags = flags_of(arm, self.size)
+        config, flags = header(log)["config"], flags_of(arm, self.size)
+        if self.data is not None:
+            flags |= dict(data=named(self.data))
         return all(config.get(k, v) == v for k, v in flags.items() if k not in REPORTING)
 
     def out(self, name, arm, seed):
@@ -179,6 +181,16 @@ def command(flags, place, out, seed, device):
     shown = "python train.py " + " ".join(f"--{k.replace('_', '-')} {named(v)}"
                                           for k, v in flags.items() if k != "out")
     return [sys.executable, str(ROOT / "train.py"), *words], shown
+
+
+def header(log):
+    """The first line of a log; Unusable where it is none."""
+    try:
+        found = json.loads(log.read_text().partition("\n")[0])
+        found["config"].get
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise Unusable(f"{log}: is no log of a run; delete it to make that run again") from None
 
 
 def named(value):
@@ -306,24 +318,34 @@ def paired(a, b):
 
 
 def slopes(found, arms):
-    """budget -> d log figure / d log compute of the baseline, from that budget to the one below, of
-    which the figures of more compute are read off; for the lowest, to the one above."""
-    mean = {a.budget: statistics.fmean(found[n].values()) for n, a in arms.items()
-            if a.precision == "mxfp8"}
-    b = sorted(mean)
-    rise = [math.log(mean[hi] / mean[lo]) / math.log(hi / lo) for lo, hi in zip(b, b[1:])]
+    """budget -> (d log figure / d log compute of the baseline, standard error), seed by seed: from
+    the budget below to that one, since what reaches a worse figure is less compute; for the lowest,
+    from it to the next."""
+    base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
+    b, rise = sorted(base), []
+    for low, high in zip(b, b[1:]):
+        values = [math.log(base[high][s] / base[low][s]) / math.log(high / low)
+                  for s in base[high].keys() & base[low].keys()]
+        n = len(values)
+        rise.append((statistics.fmean(values),
+                     statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf))
     return dict(zip(b, rise[:1] + rise))
 
 
 def compute_lost(found, arms):
-    """budget -> share of the compute that the baseline does without at the other recipe's loss, of
-    each pair: at equal compute the losses differ by d log L, worth d log L / slope of log C. Their
-    interval leaves out the error of the slope, which scales all pairs alike."""
+    """budget -> (share of the compute that the baseline does without at the other recipe's loss,
+    half of its 95 % interval, pairs). At equal compute the losses differ by d log L, worth
+    d log L / slope of log C; the errors of both are in the interval (to first order)."""
     base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
     other = {a.budget: found[n] for n, a in arms.items() if a.precision != "mxfp8"}
-    slope = slopes(found, arms)
-    return {c: [1 - math.exp(math.log(other[c][s] / base[c][s]) / slope[c])
-                for s in sorted(other[c].keys() & base[c].keys())] for c in sorted(other)}
+    slope, lost = slopes(found, arms), {}
+    for c in sorted(other):
+        d = [math.log(other[c][s] / base[c][s]) for s in other[c].keys() & base[c].keys()]
+        if d:
+            (mean, half), (b, error) = interval(d), slope[c]
+            lost[c] = (1 - math.exp(mean / b),
+                       math.hypot(half / b, 1.96 * error * mean / b ** 2), len(d))
+    return lost
 
 
 def lines_of_table(found, arms):
@@ -362,8 +384,11 @@ def table(place, name):
     if not any(logs.values()):
         return print(f"{name}: {e.claim}: not measured")
     found = {arm: {s: result(p, e.metric) for s, p in logs[arm].items()} for arm in e.arms}
-    some = next(iter(next(filter(None, logs.values())).values()))
-    head = json.loads(some.read_text().splitlines()[0])
+    heads = [header(log) for runs in logs.values() for log in runs.values()]
+    if len({head.get("corpus_sha256") for head in heads}) > 1:
+        raise Unusable(f"{name}: its kept runs are on different texts, of which no differences can "
+                       "be taken; --runs FOLDER makes all of them anew")
+    head = heads[0]
     unit = dict(bpb="bits per byte of validation text",
                 reward="mean reward, last quarter of the steps")[e.metric]
     print(f"**{e.claim}** ({unit}; {head['device_name']}, torch {head['torch']}, Python "
@@ -371,13 +396,12 @@ def table(place, name):
           f"{head['corpus']}, bigram {head['bigram_bpb']:.3f})\n")
     print("| arm | mean | spread | n | minus the first, 95 % interval |\n|---|---|---|---|---|")
     print("\n".join(lines_of_table(found, e.arms)))
-    if name.startswith("efficiency") and all(found.values()):
-        lost, slope = compute_lost(found, e.arms), slopes(found, e.arms)
+    if name == "efficiency" and all(found.values()):
+        slope = slopes(found, e.arms)
         print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n|---|---|---|---|")
-        for c, values in (*lost.items(), ("all", sum(lost.values(), []))):
-            mean, half = interval(values)
-            b = f"{slope[c]:.4f}" if c in slope else ""
-            print(f"| {c} | {b} | {mean:.2%} +- {half:.2%} | {len(values)} |")
+        for c, (mean, half, n) in compute_lost(found, e.arms).items():
+            print(f"| {c} | {slope[c][0]:.4f} (se {slope[c][1]:.4f}) | {mean:.2%} +- {half:.2%} | "
+                  f"{n} |")
     if e.metric == "reward":
         print("\n" + "\n".join(rl_lines(logs)))
     print(f"\n`{head['command']}`")
@@ -400,18 +424,22 @@ def main(argv=None):
     p.add_argument("--table", action="store_true", help="print the kept results, run nothing")
     args = p.parse_args(argv)
     size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device[0] else "cpu")
-    place = Place(size, tuple(args.device), args.data, runs=args.runs)
+    place = Place(size, tuple(args.device), None if args.table else args.data, runs=args.runs)
     if args.smoke:
         place.runs = place.work / "kept"
     names, failed = [n for n in args.name if n in EXPERIMENTS], 0
-    if not args.table:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))      # so that the runs end too
-        failed = run(place, names, args.seeds or (0, 1) * args.smoke, args.jobs, args.minutes)
-    for name in args.name:
-        if name in names:
-            table(place, name)
-        else:
-            measure.main(name, place, args.table)
+    try:
+        if not args.table:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs end too
+            failed = run(place, names, args.seeds or (0, 1) * args.smoke, args.jobs, args.minutes)
+        for name in args.name:
+            if name in names:
+                table(place, name)
+            else:
+                measure.main(name, place, args.table)
+    except Unusable as fault:
+        print(f"experiments.py: {fault}", file=sys.stderr)
+        return 2
     return int(failed > 0)
 
 

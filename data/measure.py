@@ -196,6 +196,8 @@ def rounded(place, seeds=range(100)):
         if not all(keys):
             continue
         bf16, nvfp4 = (place.out(*key, seed) for key in keys)
+        if not all((folder / "checkpoints").exists() for folder in (bf16, nvfp4)):
+            continue                        # kept, but trained elsewhere
         export = nvfp4 / "export-nvfp4"
         if not export.exists():
             train.main(["--stage", "export", "--export-format", "nvfp4", "--out", str(nvfp4),
@@ -218,7 +220,8 @@ def header(name, place):
     """Where and with what it was measured; what is about bits alone is computed on a CPU."""
     cuda = place.device.startswith("cuda") and name in ("memory", "rounded")
     return dict(measurement=name, size=place.size, python=platform.python_version(),
-                torch=torch.__version__, command=f"python data/experiments.py {name}",
+                torch=torch.__version__,
+                command=f"python data/experiments.py {name} --size {place.size}",
                 device_name=torch.cuda.get_device_name() if cuda else platform.machine())
 
 
@@ -250,7 +253,9 @@ def main(name, place, only_table):
         torch.set_num_threads(1)
         rows = MEASUREMENTS[name](place)
         if not rows:
-            raise SystemExit(f"{name}: the runs that it looks at are not there; start them first")
+            raise SystemExit(f"{name}: no checkpoints of the runs that it looks at are here; make them "
+                             "first, by the experiment calibration with --runs FOLDER, and give "
+                             "that folder here too")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(r) + "\n" for r in (header(name, place), *rows)))
     if not path.exists():

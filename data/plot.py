@@ -402,6 +402,8 @@ def compute_picture():
     found = {n: {s: experiments.result(log, "bpb")
                  for s, log in experiments.kept(place, "efficiency", n).items()} for n in arms}
     found = {n: runs for n, runs in found.items() if runs}
+    if not {"mxfp8-x0.25", "nvfp4-x0.25"} <= found.keys():
+        raise Refused("compute: data/runs has no runs of the experiment efficiency")
     left = Axes(60, 40, 330, 260, (0.2, 2.5), (0.8, 1.25), log=True)
     right = Axes(540, 40, 300, 260, (0.1, 1.2), (-0.012, 0.015))
     budgets = sorted({arms[n].budget for n in found})
@@ -415,7 +417,7 @@ def compute_picture():
         parts += [left.curve(mean, colour), *(dot(*left.at(*p), colour) for p in mean)]
         named.append((precision, mean[-1], colour))
     for b in budgets:
-        d = experiments.paired(found[f"mxfp8-x{b:g}"], found.get(f"nvfp4-x{b:g}", {}))
+        d = experiments.paired(*(found.get(f"{p}-x{b:g}", {}) for p in ("mxfp8", "nvfp4")))
         if len(d) > 1:
             mean, half = experiments.interval(d)
             parts += [right.inside(dot(*right.at(b, v), 3, "thin", 3)) for v in d]

@@ -24,7 +24,8 @@ with open(out.parent.parent / "calls.txt", "a") as f:
 (out / "checkpoints" / "pretrain-000004").mkdir(parents=True, exist_ok=True)
 if out.name == os.environ.get("STOP"):
     sys.exit(130)
-rows = [dict(config=dict(out=str(out), data="/a/b/text"), corpus="text"),
+data = sys.argv[sys.argv.index("--data") + 1] if "--data" in sys.argv else ""
+rows = [dict(config=dict(out=str(out), data=data), corpus="text"),
         dict(stage="pretrain", step=4, bpb=2.5), dict(stage="pretrain", step=8, bpb=2.0)]
 (out / "log.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in rows))
 '''
@@ -122,11 +123,10 @@ def test_all_flags_are_of_train_and_allowed(name, size):
         assert cfg.stage == ("rl" if arm.first else "pretrain")
 
 
-@pytest.mark.parametrize("size, millions", [("gpu", (12.0, 4.03)), ("gpu7m", (21.4, 7.24))])
-def test_the_sizes_are_what_the_comment_says(size, millions):
-    cfg = train.parse(["--precision", "bf16", *words_of(SIZES[size])])[0]
+def test_the_size_is_what_the_comment_says():
+    cfg = train.parse(["--precision", "bf16", *words_of(SIZES["gpu"])])[0]
     total, active = parameters(cfg)
-    assert (total / 1e6, active / 1e6) == pytest.approx(millions, rel=0.02)
+    assert (total / 1e6, active / 1e6) == pytest.approx((12.0, 4.03), rel=0.02)
     assert cfg.steps * cfg.batch * cfg.seq_len >= 20 * active
 
 
@@ -192,9 +192,33 @@ def test_compute_lost_finds_the_compute_that_was_taken_away():
     arms = {f"m{b}": Arm("mxfp8", b) for b in (0.25, 0.5, 1, 2)} | {"n": Arm("nvfp4", 1)}
     found = {n: {s: (1 + 0.01 * s) * (a.budget * (0.98 if n == "n" else 1)) ** -0.08
                  for s in range(3)} for n, a in arms.items()}
-    assert list(experiments.slopes(found, arms).values()) == pytest.approx([-0.08] * 4)
+    slopes, errors = zip(*experiments.slopes(found, arms).values())
+    assert slopes == pytest.approx([-0.08] * 4) and errors == pytest.approx([0] * 4, abs=1e-12)
     lost = experiments.compute_lost(found, arms)
-    assert list(lost) == [1] and lost[1] == pytest.approx([0.02] * 3)
+    assert list(lost) == [1] and lost[1] == pytest.approx((0.02, 0, 3), abs=1e-9)
+
+
+def test_the_error_of_the_slope_is_in_the_interval():
+    arms = {"m1": Arm("mxfp8", 1), "m2": Arm("mxfp8", 2), "n": Arm("nvfp4", 2)}
+    found = dict(m1={0: 1.0, 1: 1.0}, m2={0: 2 ** -0.1, 1: 2 ** -0.3})
+    found["n"] = {s: v * 1.01 for s, v in found["m2"].items()}        # no error of its own
+    mean, half, n = experiments.compute_lost(found, arms)[2]
+    assert mean == pytest.approx(1 - 1.01 ** -5) and n == 2           # slope -.2 with error .1
+    assert half == pytest.approx(1.96 * 0.1 * math.log(1.01) / 0.2 ** 2)
+
+
+def test_runs_on_different_texts_are_not_compared(stub, place, capsys):
+    experiments.run(place, ["convergence"], [0])
+    log = place.log("convergence", "mxfp8", 0)
+    head, *rows = log.read_text().splitlines()
+    log.write_text("\n".join([json.dumps(dict(json.loads(head), corpus_sha256="x")), *rows]))
+    with pytest.raises(experiments.Unusable, match="different texts"):
+        experiments.table(place, "convergence")
+    place.data = "/a/b/other"
+    assert place.find("convergence", "bf16", 0) is None
+    log.write_text("rubbish")
+    with pytest.raises(experiments.Unusable, match="is no log"):
+        place.find("convergence", "mxfp8", 0)
 
 
 def test_a_table_says_what_was_not_measured():

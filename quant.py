@@ -854,8 +854,9 @@ def _names(x, rows):
 
 def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rounded=(),
                 seeds=(0, 1), rows=None):
-    """grouped_linear by w2 [E, N, F] of swiglu(h), h = [gate | up] = grouped_linear by w1 [E, 2F, K]
-    of x. weights, seeds: of both; xq and "x" in rounded: of the first, "dy": of the second."""
+    """grouped_linear by w2 [E, N, F] of swiglu(h), where h = [gate | up] is grouped_linear by
+    w1 [E, 2F, K] of x. weights, seeds: of both; xq and "x" in rounded: of the first, "dy": of the
+    second."""
     g, b = RECIPES[recipe].experts if isinstance(recipe, str) else recipe, backend_for(x)
     came, comes = ([name] if name in rounded else [] for name in ("x", "dy"))
     if b is REFERENCE or g.hadamard or not {g.x, g.back, g.dy} <= {"mxfp8", "nvfp4"}:
@@ -1047,7 +1048,8 @@ def lesson_recipes():
         print(row(name, f"{g.x}, {g.w}", f"{g.dy} {g.dy_rounding}",
                   f"{g.back} {g.rounding}, {g.source}{sent}", r.dense.x, r.combine,
                   f"{r.last_share:g}" if r.last else ""))
-    print("* of the X sent to experts only the rounded copy; 8-bit last: share of layers, at least one")
+    print("* of the X sent to experts only the rounded copy; "
+          "8-bit last: share of layers, at least one")
 
 
 if __name__ == "__main__":

@@ -398,7 +398,7 @@ def table(place, name):
     print("\n".join(lines_of_table(found, e.arms)))
     if name == "efficiency" and all(found.values()):
         slope = slopes(found, e.arms)
-        print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n|---|---|---|---|")
+        print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n" + 4 * "|---" + "|")
         for c, (mean, half, n) in compute_lost(found, e.arms).items():
             print(f"| {c} | {slope[c][0]:.4f} (se {slope[c][1]:.4f}) | {mean:.2%} +- {half:.2%} | "
                   f"{n} |")

@@ -253,9 +253,9 @@ def main(name, place, only_table):
         torch.set_num_threads(1)
         rows = MEASUREMENTS[name](place)
         if not rows:
-            raise SystemExit(f"{name}: no checkpoints of the runs that it looks at are here; make them "
-                             "first, by the experiment calibration with --runs FOLDER, and give "
-                             "that folder here too")
+            raise SystemExit(f"{name}: no checkpoints of the runs that it looks at are here; make "
+                             "them by the experiment calibration with --runs FOLDER, and give that "
+                             "folder here too")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(r) + "\n" for r in (header(name, place), *rows)))
     if not path.exists():

@@ -394,11 +394,11 @@ def bias_picture():
         *second_copies(Axes(450, 40, 330, 230, (1, 256), (0.0015, 0.2), log=True))])
 
 
-# ---------------------------------------------------------------------------------------- the claims
+# --------------------------------------------------------------------------------------- the claims
 def compute_picture():
     """The loss of two recipes over compute, and their differences pair by pair."""
     from data import experiments
-    place, arms = experiments.Place("gpu"), experiments.EXPERIMENTS["efficiency"].arms
+    place, arms = experiments.Place("gpu", data=None), experiments.EXPERIMENTS["efficiency"].arms
     found = {n: {s: experiments.result(log, "bpb")
                  for s, log in experiments.kept(place, "efficiency", n).items()} for n in arms}
     found = {n: runs for n, runs in found.items() if runs}
@@ -426,7 +426,7 @@ def compute_picture():
             parts += [dot(x + 10, y, 3), right.inside(line(x + 10, *ends[:1], x + 10, ends[1], 3))]
     parts += [line(right.left, zero := right.at(1, 0)[1], right.left + right.width, zero),
               *left.end_labels(named),
-              text(10, 356, "Right, rings: pairs of runs. Dots: their mean, and its 95 % interval.")]
+              text(10, 356, "Right, rings: pairs of runs. Dots: their mean, its 95 % interval.")]
     return document(860, 370, "Loss over compute in MXFP8 and NVFP4", parts)
 
 

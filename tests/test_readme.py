@@ -77,7 +77,7 @@ def short(value):
 
 def kept_differences():
     """(experiment, arm, mean of the paired differences) of the runs at GPU size that are kept."""
-    place = experiments.Place("gpu")
+    place = experiments.Place("gpu", data=None)
     for name, e in experiments.EXPERIMENTS.items():
         found = {arm: {seed: experiments.result(log, e.metric)
                        for seed, log in experiments.kept(place, name, arm).items()}

@@ -1289,9 +1289,9 @@ def native_faults(kernel, fmt):
 def report_native():
     """Print what the native GEMMs compile to: no GPU needed, about two seconds a line."""
     print("\nThe GEMMs of a Blackwell, as they compile here: the tensor core's instruction must "
-          "read codes and\nblock scales itself, and scales must reach it by tcgen05.cp. Tensor memory "
-          "holds 512 columns, a\nblock has 232,448 bytes of shared memory, and a stack would mean "
-          "registers that spill.")
+          "read codes and\nblock scales itself, and scales must reach it by tcgen05.cp. Tensor "
+          "memory holds 512 columns, a\nblock has 232,448 bytes of shared memory, and a stack "
+          "would mean registers that spill.")
     print(f"\n{'native GEMM, compiled':30}{'tcgen05.mma':35}{'scales by':12}{'TMEM':>5}"
           f"{'shared':>8}{'stack':>6}  faults")
     for arch in (100, 103):

@@ -576,7 +576,7 @@ def spans(counts, R):
         end = start + -(-n // 128) * 128
         out.append([start, n, end])
         start = end
-    if start > R:
+    if start > R or min(counts) < 0:
         raise ValueError(f"{R} rows cannot hold groups of {counts} rows, each padded to 128")
     out[-1][2] = R
     return out
@@ -830,20 +830,33 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
     over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
     the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
     """
-    g = RECIPES[recipe].experts if isinstance(recipe, str) else recipe
-    layer = _layer(w, x.shape, x.dtype, g, weight, rounded, seed)
-    return _Linear.apply(x, w, layer, xq, counts, _names(x, rows))
+    g = gemms_of(recipe, "experts")
+    _check_shapes(x.shape, w.shape, counts, rows, g.block)
+    return _Linear.apply(x, w, _layer(w, x.dtype, g, weight, rounded, seed), xq, counts,
+                         _names(x, rows))
 
 
-def _layer(w, shape, dtype, g, weight, rounded, seed):
-    """The _Layer of w [E, N, K] for x of a shape [R, K]."""
-    if len(shape) != 2 or w.dim() != 3 or w.shape[2] != shape[1]:
-        raise ValueError(f"x {tuple(shape)} and w {tuple(w.shape)} do not fit: "
-                         "[R, K] and [E, N, K]")
-    if w.shape[1] % g.block or w.shape[2] % g.block:
-        raise ValueError(f"w {tuple(w.shape)}: N and K must be multiples of {g.block}")
-    if shape[0] % g.block:
-        raise ValueError(f"x {tuple(shape)}: R must be a multiple of {g.block}")
+def gemms_of(recipe, part):
+    """The Gemms that are meant: themselves, or a Recipe's of that name for its experts or dense
+    layers."""
+    if isinstance(recipe, str) and recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r}: there are {', '.join(RECIPES)}")
+    return getattr(RECIPES[recipe], part) if isinstance(recipe, str) else recipe
+
+
+def _check_shapes(x, w, counts, rows, block):
+    """ValueError where X of shape x and W of shape w do not fit, nor fill whole blocks."""
+    if len(x) != 2 or len(w) != 3 or w[2] != x[1] or not w[0]:
+        raise ValueError(f"x {tuple(x)} and w {tuple(w)} do not fit: [R, K] and [E, N, K]")
+    if w[1] % block or w[2] % block or x[0] % block:
+        raise ValueError(f"x {tuple(x)} and w {tuple(w)}: R, N and K must be multiples of {block}")
+    if w[0] > 1 if counts is None else counts.shape != w[:1] or counts.is_floating_point():
+        raise ValueError(f"w {tuple(w)} needs the rows of each expert, integers [{w[0]}]")
+    if rows is not None and rows.numel() != x[0]:
+        raise ValueError(f"{rows.numel()} names of rows do not fit x {tuple(x)}")
+
+
+def _layer(w, dtype, g, weight, rounded, seed):
     return _Layer(prepare(w, g, fold(seed, 3), dtype) if weight is None else weight, g, seed,
                   tuple(rounded))
 
@@ -857,15 +870,20 @@ def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rou
     """grouped_linear by w2 [E, N, F] of swiglu(h), where h = [gate | up] is grouped_linear by
     w1 [E, 2F, K] of x. weights, seeds: of both; xq and "x" in rounded: of the first, "dy": of the
     second."""
-    g, b = RECIPES[recipe].experts if isinstance(recipe, str) else recipe, backend_for(x)
+    g, b = gemms_of(recipe, "experts"), backend_for(x)
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[0] != w2.shape[0]:
+        raise ValueError(f"w1 {tuple(w1.shape)} and w2 {tuple(w2.shape)} do not fit: "
+                         "[E, 2F, K] and [E, N, F]")
+    _check_shapes(x.shape, w1.shape, counts, rows, g.block)
+    _check_shapes((len(x), w1.shape[1] // 2), w2.shape, counts, rows, g.block)
     came, comes = ([name] if name in rounded else [] for name in ("x", "dy"))
     if b is REFERENCE or g.hadamard or not {g.x, g.back, g.dy} <= {"mxfp8", "nvfp4"}:
         h = grouped_linear(x, w1, counts, g, weight=weights[0], xq=xq, rounded=came, seed=seeds[0],
                            rows=rows)
         return grouped_linear(b.swiglu(h), w2, counts, g, weight=weights[1], rounded=comes,
                               seed=seeds[1], rows=rows)
-    first = _layer(w1, x.shape, x.dtype, g, weights[0], came, seeds[0])
-    second = _layer(w2, (len(x), w1.shape[1] // 2), x.dtype, g, weights[1], comes, seeds[1])
+    first = _layer(w1, x.dtype, g, weights[0], came, seeds[0])
+    second = _layer(w2, x.dtype, g, weights[1], comes, seeds[1])
     return _MLP.apply(x, w1, w2, first, second, xq, counts, _names(x, rows))
 
 
@@ -884,14 +902,12 @@ def _of_all_rows(f, x, rows, *weights, **kw):
 def linear(x, w, recipe, *, rows=None, **kw):
     """x [..., K] times w [N, K] transposed, as in grouped_linear; of a Recipe its rule for dense
     layers is meant."""
-    g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
-    return _of_all_rows(grouped_linear, x, rows, w, recipe=g, **kw)
+    return _of_all_rows(grouped_linear, x, rows, w, recipe=gemms_of(recipe, "dense"), **kw)
 
 
 def mlp(x, w1, w2, recipe, *, rows=None, **kw):
     """The same as grouped_mlp of x [..., K], w1 [2F, K], w2 [N, F]."""
-    g = RECIPES[recipe].dense if isinstance(recipe, str) else recipe
-    return _of_all_rows(grouped_mlp, x, rows, w1, w2, recipe=g, **kw)
+    return _of_all_rows(grouped_mlp, x, rows, w1, w2, recipe=gemms_of(recipe, "dense"), **kw)
 
 
 # ------------------------------------------------------------------------------------- what travels

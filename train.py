@@ -13,7 +13,9 @@ weights of the unbroken one.
 import argparse
 import codecs
 import ctypes
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
@@ -679,18 +681,35 @@ def go(run, state):
         run.log = open(os.devnull, "w")
         evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
         return 0
-    open_log(run, state)
-    on_signal(run)
-    if not state:
-        run.opt = adamw(run.model, run.cfg.weight_decay)
-        save(run)           # so that a run killed at its first step can be resumed
-    train(run)
+    with alone(run):
+        open_log(run, state)
+        on_signal(run)
+        if not state:
+            run.opt = adamw(run.model, run.cfg.weight_decay)
+            save(run)       # so that a run killed at its first step can be resumed
+        train(run)
     if run.stop:
         start = f"torchrun --nproc_per_node {run.mesh.world}" if run.mesh.world > 1 else "python"
         run.say(f"saved {latest_checkpoint(run.out)}; go on with: {start} train.py --resume "
                 f"--stage {run.cfg.stage} --out {run.cfg.out}")
         return 130
     return 0
+
+
+@contextlib.contextmanager
+def alone(run):
+    """Hold OUT/lock while this run is at work: two that write there would spoil each other's log
+    and checkpoints. The system lets go of it when the process ends, however that is."""
+    if not run.leads:
+        yield
+        return
+    run.out.mkdir(parents=True, exist_ok=True)
+    with open(run.out / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Refused(f"--out {run.out}: another process is at work there") from None
+        yield
 
 
 def introduce(run):
@@ -1081,7 +1100,10 @@ def open_log(run, state):
     if state and path.exists():
         with open(path, "rb+") as f:
             f.truncate(min(state["log_bytes"], path.stat().st_size))
-        run.rows = [json.loads(line) for line in path.read_text().splitlines()]
+        try:
+            run.rows = [json.loads(line) for line in path.read_text().splitlines()]
+        except ValueError:
+            raise Refused(f"{path} is damaged: move it away, and --resume writes another") from None
     run.log = open(path, "a" if state else "w")
     if not state:
         total, active = run.model.parameters_active()
@@ -1140,15 +1162,15 @@ def parse(argv):
 def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise Refused(f"--device {name}: allowed are cpu, cuda and auto")
+    if not re.fullmatch(r"(cpu|cuda)(:(0|[1-9][0-9]*))?", name, re.ASCII):
+        raise Refused(f"--device {name}: allowed are cpu, cuda, cuda:1 and so on, and auto")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise Refused(f"--device {name}: this PyTorch finds no CUDA GPU; use --device cpu")
-    number = name.partition(":")[2] or "0"
-    if not number.isdecimal() or int(number) >= max(1, torch.cuda.device_count()):
-        raise Refused(f"--device {name}: the last one here is "
-                      f"{name.split(':')[0]}:{max(1, torch.cuda.device_count()) - 1}")
-    if name.startswith("cuda:"):
+    kind, _, number = name.partition(":")
+    here = torch.cuda.device_count() if kind == "cuda" else 1
+    if int(number or 0) >= here:
+        raise Refused(f"--device {name}: the last one here is {kind}:{here - 1}")
+    if kind == "cuda" and number:
         torch.cuda.set_device(int(number))      # where Triton launches its kernels
     return torch.device(name)
 

@@ -25,6 +25,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+from data.prepare import load_corpus  # noqa: E402
 
 class Unusable(Exception):
     """What is kept cannot be used; its text is the one sentence to print."""
@@ -161,9 +163,13 @@ class Place:
 
     def is_of(self, log, arm):
         """Was the kept run made with the flags that the arm has now?"""
-        config, flags = header(log)["config"], flags_of(arm, self.size)
+        return self.alike(read_log(log)[0]["config"], flags_of(arm, self.size))
+
+    def alike(self, config, flags):
+        """Is this the configuration that the flags, and the text, would give?"""
         if self.data is not None:
-            flags |= dict(data=named(self.data))
+            flags, config = flags | dict(data=named(self.data)), dict(config)
+            config["data"] = named(config.get("data", ""))
         return all(config.get(k, v) == v for k, v in flags.items() if k not in REPORTING)
 
     def out(self, name, arm, seed):
@@ -176,21 +182,28 @@ def command(flags, place, out, seed, device):
         flags = flags | dict(data=place.data)
     flags = flags | dict(seed=seed, device=device, out=str(out))
     words = [w for k, v in flags.items() for w in ("--" + k.replace("_", "-"), str(v))]
-    if any((out / "checkpoints").glob("*-[0-9]*")):
+    if checkpoint := train.latest_checkpoint(out):
         words = ["--resume", "--out", str(out), "--stage", flags["stage"], "--device", device]
+        state = checkpoint / "run.json"
+        kept = json.loads(state.read_text())["config"] if state.exists() else {}
+        skip = ("out", "device", "init_from", "data")
+        if not place.alike(kept, {k: v for k, v in flags.items() if k not in skip}):
+            raise Unusable(f"{out} holds a run of other settings or another text: delete that "
+                           "folder to begin anew")
     shown = "python train.py " + " ".join(f"--{k.replace('_', '-')} {named(v)}"
                                           for k, v in flags.items() if k != "out")
     return [sys.executable, str(ROOT / "train.py"), *words], shown
 
 
-def header(log):
-    """The first line of a log; Unusable where it is none."""
+def read_log(log):
+    """The rows of a log, the first of which has the configuration; Unusable where it is none."""
     try:
-        found = json.loads(log.read_text().partition("\n")[0])
-        found["config"].get
-        return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise Unusable(f"{log}: is no log of a run; delete it to make that run again") from None
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        if len(rows) > 1 and all(isinstance(row, dict) for row in rows) and "config" in rows[0]:
+            return rows
+    except ValueError:
+        pass
+    raise Unusable(f"{log}: is no whole log of a run; delete it to make that run again")
 
 
 def named(value):
@@ -200,7 +213,7 @@ def named(value):
 
 def keep_log(log, out, shown):
     """Copy a finished run's log to where it is kept, without paths of this machine."""
-    head, *rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    head, *rows = read_log(out / "log.jsonl")
     head["config"] = {k: named(v) for k, v in head["config"].items() if k != "out"}
     log.parent.mkdir(parents=True, exist_ok=True)
     temporary = log.with_suffix(".tmp")
@@ -231,7 +244,14 @@ def first_run(place, arm):
     if not (log.exists() and (out / "checkpoints").exists()):
         flags = dict(RL[place.size], stage="pretrain", precision=arm.first)
         call, shown = command(flags, place, out, 0, place.device)
-        subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(call, stdout=subprocess.DEVNULL)
+        try:
+            process.wait()
+        finally:
+            process.terminate()             # it saves, and goes on next time
+            process.wait()
+        if process.returncode:
+            raise Unusable(f"rl: the run in {out}, from which all arms start, has failed")
         keep_log(log, out, shown)
     return out
 
@@ -241,7 +261,7 @@ def queue(names, seeds=()):
     for name in names:
         e = EXPERIMENTS[name]
         for seed in seeds or e.seeds:
-            yield from ((name, n, seed) for n, arm in e.arms.items() if seed < arm.seeds)
+            yield from ((name, n, seed) for n, arm in e.arms.items() if seeds or seed < arm.seeds)
 
 
 def run(place, names, seeds=(), jobs=1, minutes=math.inf):
@@ -299,7 +319,7 @@ def interval(values):
 def result(path, metric):
     """The figure by which a run is judged: bits per byte of its last evaluation, or the mean reward
     over the last quarter of its RL steps."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    rows = read_log(path)[1:]
     if metric == "reward":
         steps = [r["reward"] for r in rows if "reward" in r]
         return statistics.fmean(steps[-max(1, len(steps) // 4):])
@@ -368,7 +388,7 @@ def rl_lines(logs):
     """One line for each arm: held-out pass rate at the end, and how far rollout and trainer are
     apart (k3 estimates the KL divergence, per byte)."""
     for arm, paths in logs.items():
-        runs = [[json.loads(line) for line in p.read_text().splitlines()] for p in paths.values()]
+        runs = [read_log(p) for p in paths.values()]
         if runs:
             rate = statistics.fmean([r["pass_rate"] for r in rows if "pass_rate" in r][-1]
                                     for rows in runs)
@@ -384,7 +404,7 @@ def table(place, name):
     if not any(logs.values()):
         return print(f"{name}: {e.claim}: not measured")
     found = {arm: {s: result(p, e.metric) for s, p in logs[arm].items()} for arm in e.arms}
-    heads = [header(log) for runs in logs.values() for log in runs.values()]
+    heads = [read_log(log)[0] for runs in logs.values() for log in runs.values()]
     if len({head.get("corpus_sha256") for head in heads}) > 1:
         raise Unusable(f"{name}: its kept runs are on different texts, of which no differences can "
                        "be taken; --runs FOLDER makes all of them anew")
@@ -398,7 +418,8 @@ def table(place, name):
     print("\n".join(lines_of_table(found, e.arms)))
     if name == "efficiency" and all(found.values()):
         slope = slopes(found, e.arms)
-        print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n" + 4 * "|---" + "|")
+        print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n"
+              + 4 * "|---" + "|")
         for c, (mean, half, n) in compute_lost(found, e.arms).items():
             print(f"| {c} | {slope[c][0]:.4f} (se {slope[c][1]:.4f}) | {mean:.2%} +- {half:.2%} | "
                   f"{n} |")
@@ -408,6 +429,17 @@ def table(place, name):
 
 
 # ------------------------------------------------------------------------------------- command line
+def begin(place):
+    """Unusable or train.Refused where no run could work: before any of them has begun."""
+    for device in place.devices:
+        train.pick_device(device)
+    try:
+        load_corpus(place.data or None)
+        place.runs.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise Unusable(str(error)) from None
+
+
 def main(argv=None):
     from data import measure
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -418,18 +450,25 @@ def main(argv=None):
     p.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     p.add_argument("--data", default="", help="as in train.py")
     p.add_argument("--runs", type=Path, default=HERE / "runs",
-                   help="where logs are kept; another folder makes all runs anew")
+                   help="where logs are kept; a new folder makes all runs anew, in it")
     p.add_argument("--size", choices=SIZES, help="gpu on a GPU, else cpu")
     p.add_argument("--smoke", action="store_true", help="a minute on a CPU; logs go to out/")
     p.add_argument("--table", action="store_true", help="print the kept results, run nothing")
     args = p.parse_args(argv)
+    if args.jobs < 1:
+        p.error(f"--jobs {args.jobs}: must be at least 1")
+    if not all(0 <= seed < 100 for seed in args.seeds or ()):
+        p.error(f"--seeds {' '.join(map(str, args.seeds))}: must be 0 to 99")
     size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device[0] else "cpu")
     place = Place(size, tuple(args.device), None if args.table else args.data, runs=args.runs)
-    if args.smoke:
+    if args.runs != HERE / "runs":
+        place.work = args.runs / "work"
+    elif args.smoke:
         place.runs = place.work / "kept"
     names, failed = [n for n in args.name if n in EXPERIMENTS], 0
     try:
         if not args.table:
+            begin(place)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs end too
             failed = run(place, names, args.seeds or (0, 1) * args.smoke, args.jobs, args.minutes)
         for name in args.name:
@@ -437,9 +476,13 @@ def main(argv=None):
                 table(place, name)
             else:
                 measure.main(name, place, args.table)
-    except Unusable as fault:
+    except (Unusable, train.Refused) as fault:
         print(f"experiments.py: {fault}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("experiments.py: stopped; the runs have saved, and the same command goes on",
+              file=sys.stderr)
+        return 130
     return int(failed > 0)
 
 

@@ -260,6 +260,9 @@ def main(name, place, only_table):
         path.write_text("".join(json.dumps(r) + "\n" for r in (header(name, place), *rows)))
     if not path.exists():
         return print(f"{name}: not measured")
-    head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError:
+        raise SystemExit(f"{path}: is not what {name} writes; delete it to measure anew") from None
     print(", ".join(f"{k} {v}" for k, v in head.items()))
     table(name, rows)

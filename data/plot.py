@@ -399,8 +399,11 @@ def compute_picture():
     """The loss of two recipes over compute, and their differences pair by pair."""
     from data import experiments
     place, arms = experiments.Place("gpu", data=None), experiments.EXPERIMENTS["efficiency"].arms
-    found = {n: {s: experiments.result(log, "bpb")
-                 for s, log in experiments.kept(place, "efficiency", n).items()} for n in arms}
+    try:
+        found = {n: {s: experiments.result(log, "bpb")
+                     for s, log in experiments.kept(place, "efficiency", n).items()} for n in arms}
+    except experiments.Unusable as fault:
+        raise Refused(str(fault)) from None
     found = {n: runs for n, runs in found.items() if runs}
     if not {"mxfp8-x0.25", "nvfp4-x0.25"} <= found.keys():
         raise Refused("compute: data/runs has no runs of the experiment efficiency")

@@ -88,6 +88,36 @@ def test_a_run_of_an_earlier_definition_is_not_taken(stub, place, monkeypatch):
 
 
 
+def test_a_folder_of_other_settings_or_another_text_is_not_resumed(stub, place, monkeypatch):
+    monkeypatch.setenv("STOP", "mxfp8-seed0")
+    assert experiments.run(place, ["convergence"], [0]) == 1
+    state = place.out("convergence", "mxfp8", 0) / "checkpoints" / "pretrain-000004" / "run.json"
+    flags = experiments.flags_of(EXPERIMENTS["convergence"].arms["mxfp8"], "smoke")
+    monkeypatch.delenv("STOP")
+    for changed in (dict(steps=99), dict(data="/a/b/other")):
+        config = flags | dict(data="") | changed
+        state.write_text(json.dumps(dict(config=config)))
+        with pytest.raises(experiments.Unusable, match="other settings or another text"):
+            experiments.run(place, ["convergence"], [0])
+    state.write_text(json.dumps(dict(config=dict(flags, data=""))))
+    assert experiments.run(place, ["convergence"], [0]) == 0
+    assert stub()[-1] == "mxfp8-seed0 resumed"
+
+
+@pytest.mark.parametrize("args, words", [
+    (["combine", "--jobs", "0"], "--jobs 0"), (["combine", "--seeds", "-1"], "--seeds -1"),
+    (["combine", "--device", "nonsense"], "--device nonsense"),
+    (["combine", "--data", "/nowhere"], "/nowhere"), (["weather"], "weather")])
+def test_bad_input_is_one_sentence_before_anything_runs(capsys, tmp_path, args, words):
+    try:
+        code = experiments.main([*args, "--smoke", "--runs", str(tmp_path / "runs")])
+    except SystemExit as end:
+        code = end.code
+    error = capsys.readouterr().err
+    assert code == 2 and words in error and "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_kept_log_names_no_path_and_has_its_command(stub, place):
     place.data = "/a/b/text"
     experiments.run(place, ["convergence"], [0])
@@ -217,7 +247,7 @@ def test_runs_on_different_texts_are_not_compared(stub, place, capsys):
     place.data = "/a/b/other"
     assert place.find("convergence", "bf16", 0) is None
     log.write_text("rubbish")
-    with pytest.raises(experiments.Unusable, match="is no log"):
+    with pytest.raises(experiments.Unusable, match="is no whole log"):
         place.find("convergence", "mxfp8", 0)
 
 

@@ -220,12 +220,41 @@ def test_a_recipe_out_of_range_is_refused(wrong):
         Recipe("mine", IN_MXFP8, **wrong)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4-all"])
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (1, 3, 32)])
+def test_dense_layers_take_any_number_of_tokens(recipe, shape):
+    x = torch.randn(shape, requires_grad=True)
+    w1, w2 = (torch.randn(n, 32, requires_grad=True) for n in (64, 96))
+    y = quant.mlp(x, w1, w2, recipe)
+    assert y.shape == (*shape[:-1], 96) and linear(x, w2, recipe).shape == y.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape and w1.grad.isfinite().all() and w2.grad.isfinite().all()
+
+
 def test_every_dimension_that_no_block_divides_is_named():
     x, w, counts = torch.ones(128, 48), torch.ones(1, 32, 48), torch.tensor([5], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"\(1, 32, 48\).*32"):
         grouped_linear(x, w, counts, "mxfp8")
     with pytest.raises(ValueError, match=r"\(128, 48\).*\(1, 32, 64\)"):
         grouped_linear(x, torch.ones(1, 32, 64), counts, "mxfp8")
+    one, two = torch.tensor([5], dtype=torch.int32), torch.tensor([5, 60], dtype=torch.int32)
+    w = torch.ones(2, 64, 32)
+    for x, w, counts, rows, words in (
+            (torch.ones(256, 32), w, one, None, r"each expert, integers \[2\]"),
+            (torch.ones(256, 32), w, None, None, "each expert"),
+            (torch.ones(256, 32), w, two.float(), None, "each expert"),
+            (torch.ones(256, 32), w[:0], one[:0], None, "do not fit"),
+            (torch.ones(130, 32), w, two, None, "multiples of 32"),
+            (torch.ones(256, 32), w, two, torch.arange(9), "9 names of rows"),
+            (torch.ones(256, 32), w, -two, None, "cannot hold")):
+        with pytest.raises(ValueError, match=words):
+            grouped_linear(x, w, counts, "mxfp8", rows=rows)
+    for w1, w2 in ((w, torch.ones(1, 32, 32)), (torch.ones(2, 63, 32), torch.ones(2, 32, 31)),
+                   (w, torch.ones(2, 32, 64))):
+        with pytest.raises(ValueError, match="do not fit"):
+            quant.grouped_mlp(torch.ones(256, 32), w1, w2, two, "bf16")
+    with pytest.raises(ValueError, match="recipe 'fp3'.*nvfp4"):
+        linear(torch.ones(2, 32), torch.ones(32, 32), "fp3")
     counts = torch.tensor([150, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match="200 rows cannot hold.*150"):
         grouped_linear(torch.ones(200, 64), torch.ones(2, 32, 64), counts, "bf16")

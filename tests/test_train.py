@@ -1,5 +1,6 @@
 """The trainer from outside: what it logs and says, kills and resumes, what it refuses."""
 
+import fcntl
 import json
 import math
 import multiprocessing
@@ -501,6 +502,8 @@ def failed(capsys, argv):
     (["--task", "chess"], ["'chess'", "sort6"]),
     (["--device", "tpu"], ["--device tpu", "cpu"]),
     (["--device", "cpu:7"], ["--device cpu:7", "cpu:0"]),
+    (["--device", "cpu:"], ["--device cpu:", "allowed are"]),
+    (["--device", "cpu:00"], ["--device cpu:00", "allowed are"]),
     (["--steps", "many"], ["--steps", "'many'"]),
     (["--steps", 0], ["--steps 0", "at least 1"]),
     (["--group", 1], ["--group 1", "at least 2"]),
@@ -524,6 +527,23 @@ def test_a_wrong_flag_is_one_sentence_and_writes_nothing(capsys, tmp_path, flags
     sentence = refused(capsys, [*TINY, "--out", tmp_path / "run", *flags])
     assert [part for part in parts if part not in sentence] == []
     assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_do_not_write_into_one_folder(capsys, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    with open(out / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another process" in refused(capsys, [*TINY, "--out", out])
+    assert train.main([*map(str, TINY), "--out", str(out), "--stage", "pretrain"]) == 0
+
+
+def test_a_damaged_log_is_named(capsys, tmp_path):
+    out = tmp_path / "run"
+    assert train.main([*map(str, TINY), "--out", str(out), "--stage", "pretrain"]) == 0
+    log = out / "log.jsonl"
+    log.write_text("{" + log.read_text())
+    assert "log.jsonl is damaged" in refused(capsys, ["--resume", "--out", out])
 
 
 @pytest.mark.parametrize("name, data, parts", [

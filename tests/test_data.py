@@ -40,7 +40,7 @@ def sentence(call) -> str:
     return str(caught.value)
 
 
-# ---- Randomness
+# --------------------------------------------------------------------------------------- randomness
 
 
 def splitmix(keys: list[int], state: int) -> int:
@@ -69,7 +69,7 @@ def test_random_below_is_even():
     assert chi_squared < 27.9  # 9 degrees of freedom, p = 0.001; the draw is fixed
 
 
-# ---- Batches
+# ------------------------------------------------------------------------------------------ batches
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_batch_errors():
     assert "'train' or 'val', not 'test'" in sentence(lambda: corpus.batch(0, "test", 0, [0], 2))
 
 
-# ---- Corpus facts
+# ------------------------------------------------------------------------------------- corpus facts
 
 
 def test_bigram_by_hand():
@@ -150,7 +150,7 @@ def test_default_corpus_leaves_the_named_folders_out(monkeypatch, tmp_path):
     assert b"dropped" not in text and all(kept[path].encode() in text for path in kept)
 
 
-# ---- Splits
+# ------------------------------------------------------------------------------------------- splits
 
 
 def write_tree(root: Path, files: dict) -> None:
@@ -221,7 +221,7 @@ def test_every_wrong_source_is_one_sentence(tmp_path):
         assert message in said and str(tmp_path / name) in said and "train.bin and val.bin" in said
 
 
-# ---- Preparing
+# ---------------------------------------------------------------------------------------- preparing
 
 
 def test_prepared_folder_round_trip(tmp_path, capsys):
@@ -265,7 +265,7 @@ def test_prepare_runs_as_a_script(tmp_path):
     assert load_corpus(str(tmp_path / "o")).val.tobytes() == b"text " * 5
 
 
-# ---- enwik8
+# ------------------------------------------------------------------------------------------- enwik8
 
 
 def zipped(text: bytes, name: str = "enwik8") -> bytes:
@@ -305,7 +305,7 @@ def test_enwik8_is_checked_then_split(monkeypatch, tmp_path):
     assert load_corpus("enwik8").sha256 == corpus.sha256
 
 
-# ---- Tasks, recomputed in plain Python
+# ---------------------------------------------------------------- tasks, recomputed in plain Python
 
 
 def right_answers(t, prompt: bytes) -> set[bytes]:
@@ -414,7 +414,7 @@ def test_rewards_are_the_single_rewards(t):
     assert t.rewards(prompts, as_tokens)[::2].sum() == 0
 
 
-# ---- Hold-out
+# ----------------------------------------------------------------------------------------- hold-out
 
 
 @pytest.mark.parametrize("name", ["sort4", "sort6"])
@@ -460,7 +460,7 @@ def test_problems_are_a_pure_function_of_each_id(t):
         assert t.problems(7, split, []).shape == (0, t.prompt_len)
 
 
-# ---- Rows for pretraining
+# ----------------------------------------------------------------------------- rows for pretraining
 
 
 @ALL_TASKS

@@ -108,7 +108,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# ---- Our own way there and back
+# ----------------------------------------------------------------------- our own way there and back
 
 
 def test_the_bf16_export_is_the_model_with_its_matrices_in_bf16(trained):
@@ -262,7 +262,7 @@ def test_training_starts_from_a_folder_and_resumes(fmt, stage, trained, tmp_path
         assert not same_weights(model_in(tmp_path), read(trained / f"export-{fmt}"))
 
 
-# ---- The files
+# ---------------------------------------------------------------------------------------- the files
 
 
 def parse(path):
@@ -353,7 +353,7 @@ def test_the_size_against_bf16_is_printed(tmp_path, capsys):
         print(f" [{said.split(': ', 1)[1]}]", end="")
 
 
-# ---- Judges
+# ------------------------------------------------------------------------------------------- judges
 
 
 def loaded(folder, **kw):
@@ -528,7 +528,7 @@ def test_the_dequantised_folder_of_compressed_tensors_is_our_model(trained, tmp_
     assert apart(loaded(tmp_path / "x"), ours, idx) < 1e-4
 
 
-# ---- Bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def edit_config(folder, **changes):
@@ -638,7 +638,7 @@ def test_a_shape_that_is_not_the_folder_s_is_refused(trained, tmp_path, capsys):
     assert "--experts 8: the model in" in capsys.readouterr().err
 
 
-# ---- All or nothing
+# ----------------------------------------------------------------------------------- all or nothing
 
 
 def test_what_is_no_export_is_not_overwritten(trained, tmp_path, capsys):
@@ -771,7 +771,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_export_before(fmt, trained, 
     assert files_of(folder) == before and not folder.with_name(folder.name + ".tmp").exists()
 
 
-# ---- Sampling
+# ----------------------------------------------------------------------------------------- sampling
 
 
 def sampled(capfdbinary, **flags):

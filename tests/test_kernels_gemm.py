@@ -94,7 +94,7 @@ def poison(t, real):
     return t.to(DEVICE, DTYPE)
 
 
-# ---- bf16, what every GPU but a Blackwell runs
+# -------------------------------------------------------- bf16, what every GPU but a Blackwell runs
 
 
 @runs_kernels
@@ -159,8 +159,9 @@ def test_counts_are_read_when_a_graph_is_replayed():
     assert torch.equal(dw, kernels.gemm_wgrad(dy, x, counts))
 
 
-# ---- block-scaled. What stands here for the tensor core decodes inside the kernel: layout, loads,
-# schedule and epilogue are those of a Blackwell.
+# ------------------------------------------------------------------------------------- block-scaled
+# What stands here for the tensor core decodes inside the kernel: layout, loads, schedule and
+# epilogue are those of a Blackwell.
 
 
 def operand(q):
@@ -259,7 +260,7 @@ def test_interpreter():
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 
-# ---- compiled for GPUs that are not here
+# -------------------------------------------------------------- compiled for GPUs that are not here
 
 
 @compiles

@@ -29,7 +29,7 @@ def logits(model, rows):
         return model(rows)
 
 
-# ---- What a row's numbers may depend on
+# --------------------------------------------------------------- what a row's numbers may depend on
 
 
 def earlier_logits_changed(recipe):
@@ -71,7 +71,7 @@ def test_with_one_scale_for_all_tokens_a_row_does_see_its_batch():
     assert rows_that_see_their_batch(CONTROL) >= 15  # of 18
 
 
-# ---- Generation with a cache against one forward pass
+# ------------------------------------------------- generation with a cache against one forward pass
 
 
 def cached_against_full(recipe):
@@ -96,7 +96,7 @@ def test_with_one_scale_for_all_tokens_it_does_not():
     assert 0.01 < cached_against_full(CONTROL).abs().mean() < 0.1
 
 
-# ---- What is drawn
+# ------------------------------------------------------------------------------------ what is drawn
 
 
 def test_greedy_takes_the_likeliest_byte_whatever_the_seed():
@@ -166,7 +166,7 @@ def test_log_probabilities_are_those_of_the_softmax():
     assert torch.equal(logp, full.gather(1, token[:, None])[:, 0])
 
 
-# ---- Where an answer ends
+# ----------------------------------------------------------------------------- where an answer ends
 
 
 class Script(GPT):
@@ -213,7 +213,7 @@ def test_past_seq_len_the_window_slides_by_half(prompt_length):
         assert torch.allclose(window.max(-1).values, logp[:, n], atol=1e-5), n
 
 
-# ---- The router
+# --------------------------------------------------------------------------------------- the router
 
 
 def routed(model=None, tokens=64):
@@ -285,7 +285,7 @@ def test_the_load_counts_every_copy_in_training_and_none_elsewhere():
     assert all(block.load.eq(0).all() for block in model.blocks)
 
 
-# ---- Counts
+# ------------------------------------------------------------------------------------------- counts
 
 
 def on_meta(recipe="bf16", **sizes):
@@ -360,7 +360,7 @@ def test_blocks_of_experts_alone_bind_the_sides_of_experts_alone():
         ModelConfig(expert_dim=80).check_blocks(mine)
 
 
-# ---- What is rounded, and when
+# ------------------------------------------------------------------------ what is rounded, and when
 
 
 def gemms_by_layer(recipe, layers=8, **sizes):

@@ -890,7 +890,7 @@ def test_the_lesson_fits_a_screen_and_shows_the_golden_block():
     assert {w[0] for w in words if w} >= quant.RECIPES.keys()
 
 
-# ------------------------------------------------------------------------------- captured on a GPU
+# -------------------------------------------------------------------------------- captured on a GPU
 @pytest.fixture
 def pretended(monkeypatch):
     """Tensors on a GPU that need none: any wait for their numbers raises, as a capture would."""

@@ -21,7 +21,7 @@ README = ROOT / "README.md"
 TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "data/workshop.md")}
 
 
-# ------------------------------------------------------------------------- what the tree says
+# ------------------------------------------------------------------------------- what the tree says
 def line_count(name):
     return f"{len((ROOT / name).read_text().splitlines()):,}"
 
@@ -89,7 +89,7 @@ def kept_differences():
                 yield name, arm, sum(d) / len(d)
 
 
-# ------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 def test_the_claims_on_an_h200_are_those_of_the_logs():
     text, found = README.read_text(), list(kept_differences())
     assert {name for name, _, _ in found} >= {"convergence", "efficiency", "backward"}

@@ -46,7 +46,7 @@ def same_to_summation(a, b):
                for n in a)
 
 
-# ---- Advantages
+# --------------------------------------------------------------------------------------- advantages
 
 
 def test_advantages_are_leave_one_out():
@@ -71,7 +71,7 @@ def test_groups_are_neighbours():
     assert len({tuple(p) for p in prompts.tolist()}) == 4
 
 
-# ---- The loss
+# ----------------------------------------------------------------------------------------- the loss
 
 
 class Policy(torch.nn.Module):
@@ -174,7 +174,7 @@ def test_what_follows_the_stop_changes_no_gradient():
     assert same_to_summation(a, b)
 
 
-# ---- Micro-batches
+# ------------------------------------------------------------------------------------ micro-batches
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -215,7 +215,7 @@ def test_stochastic_rounding_of_another_step_would_not_pass_as_summation():
     assert not same_to_summation(a, gradients(run, train.rl_losses(run, 0, batch, advantage, [])))
 
 
-# ---- Steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 def state(run):
@@ -282,7 +282,7 @@ def test_rl_and_its_gate_see_training_problems_and_evaluation_sees_held_out_ones
     assert asked == ["train", "train", "test", "test"]
 
 
-# ---- Rollout and trainer
+# ------------------------------------------------------------------------------ rollout and trainer
 
 
 @RECIPES
@@ -297,7 +297,7 @@ def test_with_one_scale_for_all_tokens_they_do_not():
     assert 0.01 < stats["logp_diff"] < 0.1 and stats["logp_diff_share"] > 0.9 and stats["k3"] > 1e-4
 
 
-# ---- Learning
+# ----------------------------------------------------------------------------------------- learning
 
 
 def task_loss(run, step):

@@ -112,7 +112,7 @@ def assert_same_run(a, b):
     assert without_timings(a) == without_timings(b)
 
 
-# ---- Killed and resumed
+# ------------------------------------------------------------------------------- killed and resumed
 
 
 def die(owner, name, call, after):
@@ -211,7 +211,7 @@ def test_stage_after_stage_is_the_run_of_all_stages(finished, pretrained, tmp_pa
     assert all(torch.equal(a[k], b[k]) for k in b)
 
 
-# ---- Stopped by the user
+# ------------------------------------------------------------------------------ stopped by the user
 
 
 def interrupt_in(monkeypatch, name, call, times=1):
@@ -271,7 +271,7 @@ def test_ctrl_c_at_a_real_process(tmp_path):
     assert rows(out)[1][-1]["step"] == step
 
 
-# ---- What a run logs and says
+# ------------------------------------------------------------------------- what a run logs and says
 
 
 def test_the_log_begins_with_a_header(finished):
@@ -362,7 +362,7 @@ def test_text_alone_has_no_task_and_no_rl(tmp_path):
             and not any("pass_rate" in r for r in others))
 
 
-# ---- Data, schedule, evaluation
+# ----------------------------------------------------------------------- data, schedule, evaluation
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "prepared"])
@@ -414,7 +414,7 @@ def test_pass_at_8_counts_problems_that_any_of_8_answers_solves(monkeypatch):
     assert train.pass_at(run, 0, 8, 6) == 0.5
 
 
-# ---- Stages that read a run
+# --------------------------------------------------------------------------- stages that read a run
 
 
 def contents(out):
@@ -471,7 +471,7 @@ def test_other_entries_among_the_checkpoints_do_no_harm(copy):
     assert resume(copy) == 0
 
 
-# ---- What is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 def one_sentence(errors):
@@ -658,7 +658,7 @@ def test_tensors_of_another_model_are_refused(capsys, copy, finished):
     assert str(path) in sentence and "another model" in sentence
 
 
-# ---- What stops a run
+# --------------------------------------------------------------------------------- what stops a run
 
 
 @pytest.mark.parametrize("flags, stage", [(["--lr", 1e30], "pretrain"), (["--rl-lr", 1e30], "rl")])

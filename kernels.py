@@ -906,11 +906,9 @@ def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
 
 def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rounded=False, **kw):
     """(operand along the rows of x [.., R, K], operand along R), for MXFP8 in one pass over memory.
-    x: a tensor, or Hidden. into: two earlier operands that may be written over."""
+    x: a tensor, or for MXFP8 Hidden. into: two earlier operands that may be written over."""
     if rounded and not native:
         return x, operand(x, fmt, dtype=dtype, counts=counts, axis=-2, **kw)
-    if fmt != "mxfp8" and isinstance(x, quant.Hidden):
-        x = swiglu_backward(x.h, x.d)
     if fmt != "mxfp8":
         return (operand(x, fmt, native=native, dtype=dtype, **kw),
                 operand(x, fmt, native=native, dtype=dtype, counts=counts, axis=-2, **kw))
@@ -1141,7 +1139,8 @@ def _common_format(a, b):
 def _gemm_call(a, b, counts, kind, tile=None, decode=False):
     """(result, grid, arguments, options) of the kernel for two tensors or two Operands."""
     fmt = _common_format(a, b)
-    native, V, pack = fmt != "bf16", 16 if fmt == "nvfp4" else 32, 2 if fmt == "nvfp4" else 1
+    native = fmt != "bf16"
+    V, pack = (16, 2) if fmt == "nvfp4" else (32, 1)
     if not native and (a.shape[-1] % 8 or b.shape[-1] % 8):
         raise ValueError(f"operands {tuple(a.shape)} and {tuple(b.shape)}: "
                          "rows must be a multiple of 16 bytes")

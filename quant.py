@@ -874,14 +874,15 @@ def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rou
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[0] != w2.shape[0]:
         raise ValueError(f"w1 {tuple(w1.shape)} and w2 {tuple(w2.shape)} do not fit: "
                          "[E, 2F, K] and [E, N, F]")
-    _check_shapes(x.shape, w1.shape, counts, rows, g.block)
-    _check_shapes((len(x), w1.shape[1] // 2), w2.shape, counts, rows, g.block)
     came, comes = ([name] if name in rounded else [] for name in ("x", "dy"))
-    if b is REFERENCE or g.hadamard or not {g.x, g.back, g.dy} <= {"mxfp8", "nvfp4"}:
+    if (b is REFERENCE or g.hadamard or g.dy != "mxfp8"
+            or not {g.x, g.back} <= {"mxfp8", "nvfp4"}):
         h = grouped_linear(x, w1, counts, g, weight=weights[0], xq=xq, rounded=came, seed=seeds[0],
                            rows=rows)
         return grouped_linear(b.swiglu(h), w2, counts, g, weight=weights[1], rounded=comes,
                               seed=seeds[1], rows=rows)
+    _check_shapes(x.shape, w1.shape, counts, rows, g.block)
+    _check_shapes((len(x), w1.shape[1] // 2), w2.shape, counts, rows, g.block)
     first = _layer(w1, x.dtype, g, weights[0], came, seeds[0])
     second = _layer(w2, x.dtype, g, weights[1], comes, seeds[1])
     return _MLP.apply(x, w1, w2, first, second, xq, counts, _names(x, rows))

@@ -12,8 +12,8 @@ weights of the unbroken one.
 """
 import argparse
 import codecs
-import ctypes
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -681,7 +681,7 @@ def go(run, state):
         run.log = open(os.devnull, "w")
         evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
         return 0
-    with alone(run):
+    with locked(run):
         open_log(run, state)
         on_signal(run)
         if not state:
@@ -697,7 +697,7 @@ def go(run, state):
 
 
 @contextlib.contextmanager
-def alone(run):
+def locked(run):
     """Hold OUT/lock while this run is at work: two that write there would spoil each other's log
     and checkpoints. The system lets go of it when the process ends, however that is."""
     if not run.leads:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from data.prepare import load_corpus  # noqa: E402
 
+
 class Unusable(Exception):
     """What is kept cannot be used; its text is the one sentence to print."""
 
@@ -157,13 +158,10 @@ class Place:
         for other, e in {name: EXPERIMENTS[name], **EXPERIMENTS}.items():
             for n, a in e.arms.items():
                 log = self.log(other, n, seed)
-                if a == wanted and log.exists() and self.is_of(log, a):
+                if a == wanted and log.exists() and self.alike(read_log(log)[0]["config"],
+                                                               flags_of(a, self.size)):
                     return other, n
         return None
-
-    def is_of(self, log, arm):
-        """Was the kept run made with the flags that the arm has now?"""
-        return self.alike(read_log(log)[0]["config"], flags_of(arm, self.size))
 
     def alike(self, config, flags):
         """Is this the configuration that the flags, and the text, would give?"""
@@ -229,11 +227,15 @@ def start(place, name, arm, seed, device):
     if arm_.first:
         flags |= dict(init_from=str(first_run(place, arm_)))
     call, shown = command(flags, place, out, seed, device)
+    return launch(call, out), lambda: keep_log(place.log(name, arm, seed), out, shown)
+
+
+def launch(call, out):
+    """The process of a run, whose words go to output.txt in its folder."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "output.txt", "a") as output:
-        process = subprocess.Popen(call, stdout=output, stderr=subprocess.STDOUT,
-                                   env=dict(os.environ, OMP_NUM_THREADS="1"))
-    return process, lambda: keep_log(place.log(name, arm, seed), out, shown)
+        return subprocess.Popen(call, stdout=output, stderr=subprocess.STDOUT,
+                                env=dict(os.environ, OMP_NUM_THREADS="1"))
 
 
 def first_run(place, arm):
@@ -244,14 +246,14 @@ def first_run(place, arm):
     if not (log.exists() and (out / "checkpoints").exists()):
         flags = dict(RL[place.size], stage="pretrain", precision=arm.first)
         call, shown = command(flags, place, out, 0, place.device)
-        process = subprocess.Popen(call, stdout=subprocess.DEVNULL)
+        process = launch(call, out)
         try:
             process.wait()
         finally:
             process.terminate()             # it saves, and goes on next time
             process.wait()
         if process.returncode:
-            raise Unusable(f"rl: the run in {out}, from which all arms start, has failed")
+            raise Unusable(f"rl: the run from which all arms start failed: see {out}/output.txt")
         keep_log(log, out, shown)
     return out
 
@@ -337,15 +339,20 @@ def paired(a, b):
     return [b[s] - a[s] for s in sorted(a.keys() & b.keys())]
 
 
+def log_figures(found, arms, baseline):
+    """budget -> {seed: log figure} of the arms in mxfp8, the baseline, or of the others."""
+    return {a.budget: {s: math.log(v) for s, v in found[n].items()} for n, a in arms.items()
+            if (a.precision == "mxfp8") == baseline}
+
+
 def slopes(found, arms):
     """budget -> (d log figure / d log compute of the baseline, standard error), seed by seed: from
     the budget below to that one, since what reaches a worse figure is less compute; for the lowest,
     from it to the next."""
-    base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
+    base = log_figures(found, arms, baseline=True)
     b, rise = sorted(base), []
     for low, high in zip(b, b[1:]):
-        values = [math.log(base[high][s] / base[low][s]) / math.log(high / low)
-                  for s in base[high].keys() & base[low].keys()]
+        values = [d / math.log(high / low) for d in paired(base[low], base[high])]
         n = len(values)
         rise.append((statistics.fmean(values),
                      statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf))
@@ -356,12 +363,10 @@ def compute_lost(found, arms):
     """budget -> (share of the compute that the baseline does without at the other recipe's loss,
     half of its 95 % interval, pairs). At equal compute the losses differ by d log L, worth
     d log L / slope of log C; the errors of both are in the interval (to first order)."""
-    base = {a.budget: found[n] for n, a in arms.items() if a.precision == "mxfp8"}
-    other = {a.budget: found[n] for n, a in arms.items() if a.precision != "mxfp8"}
+    base, other = (log_figures(found, arms, baseline) for baseline in (True, False))
     slope, lost = slopes(found, arms), {}
     for c in sorted(other):
-        d = [math.log(other[c][s] / base[c][s]) for s in other[c].keys() & base[c].keys()]
-        if d:
+        if d := paired(base[c], other[c]):
             (mean, half), (b, error) = interval(d), slope[c]
             lost[c] = (1 - math.exp(mean / b),
                        math.hypot(half / b, 1.96 * error * mean / b ** 2), len(d))

@@ -425,10 +425,10 @@ def compute_picture():
             mean, half = experiments.interval(d)
             parts += [right.inside(dot(*right.at(b, v), 3, "thin", 3)) for v in d]
             x, y = right.at(b, mean)
-            ends = [right.at(b, mean + sign * half)[1] for sign in (-1, 1)]
-            parts += [dot(x + 10, y, 3), right.inside(line(x + 10, *ends[:1], x + 10, ends[1], 3))]
-    parts += [line(right.left, zero := right.at(1, 0)[1], right.left + right.width, zero),
-              *left.end_labels(named),
+            low, high = (right.at(b, mean + sign * half)[1] for sign in (-1, 1))
+            parts += [dot(x + 10, y, 3), right.inside(line(x + 10, low, x + 10, high, 3))]
+    _, zero = right.at(1, 0)
+    parts += [line(right.left, zero, right.left + right.width, zero), *left.end_labels(named),
               text(10, 356, "Right, rings: pairs of runs. Dots: their mean, its 95 % interval.")]
     return document(860, 370, "Loss over compute in MXFP8 and NVFP4", parts)
 

@@ -78,7 +78,7 @@ def recipes(*names, budget=1.0, **flags):
 
 # Budgets at which mxfp8's loss is known, so that it is a function of compute, and how many of the
 # seeds run there: long runs are dear.
-SEEDS = {0.25: 10, 0.5: 5, 1: 4, 2: 2}
+SEEDS = {0.25: 10, 0.5: 10, 1: 8, 2: 2}
 
 
 def budgets(*pairs):

@@ -230,8 +230,7 @@ def _mxfp8_scales(amax):
     """quant._mxfp8_scales from the bits of each block's amax: (byte, scale, inverse)."""
     byte = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
     byte = tl.where(amax >= 0x7F800000, 255, byte)
-    scale = tl.where(byte == 255, 0x7FC00000, tl.maximum(byte << 23, 0x00400000))
-    return byte, _float(scale), _float(tl.maximum(254 - byte, 0) << 23)
+    return byte, _decode_e8m0(byte), _float(tl.maximum(254 - byte, 0) << 23)
 
 
 @jit
@@ -443,6 +442,30 @@ def _store_codes(codes, code, x, e, i0, j0, I, J, pitch, FMT: tl.constexpr, ACRO
 
 
 @jit
+def _round_blocks(x, amax, u, outer, FMT: tl.constexpr, STOCHASTIC: tl.constexpr,
+                  GIVEN: tl.constexpr, LIMIT: tl.constexpr, FP8: tl.constexpr):
+    """Round x [A, B/V, V]: (elements, codes in the low byte, E2M1's without signs; each block's
+    scale, its byte). LIMIT: elements may be above the largest, or wanted of blocks with NaN."""
+    if FMT == "mxfp8":
+        byte, scale, inverse = _mxfp8_scales(amax)
+    else:
+        byte, scale, inverse = _nvfp4_scales(amax, outer[:, None], STOCHASTIC, GIVEN, FP8)
+    y = tl.abs(x) * inverse[:, :, None]
+    # A number is above the largest element only where its scale was rounded down. In a block with
+    # NaN or Inf magnitudes are 0: of a NaN and a number the minimum is the number. It also stands
+    # between x * inverse and the sums of the rounding, which fused would round once.
+    limit = tl.where(amax >= 0x7F800000, 0.0, 448.0 if FMT == "mxfp8" else 6.0)[:, :, None]
+    if LIMIT:
+        y = tl.minimum(y, limit)
+    if FMT == "mxfp8":
+        v, code = _e4m3(y, x, u, STOCHASTIC, FP8)
+    else:
+        v, code = _e2m1(y, u, STOCHASTIC)
+        v = _signed(v, x)
+    return v, code, scale, byte
+
+
+@jit
 def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J, pitch,
           FMT: tl.constexpr, ROWWISE: tl.constexpr, STOCHASTIC: tl.constexpr, GIVEN: tl.constexpr,
           EVEN: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr):
@@ -456,23 +479,9 @@ def _emit(x, amax, draw, outer, codes, scales, blocked, values, e, i0, j0, I, J,
         x = tl.reshape(x, (A, B // V, V))
         if amax is None:
             amax = _block_amax(x, False)                                # [A, B/V]
-        if FMT == "mxfp8":
-            byte, scale, inverse = _mxfp8_scales(amax)
-        else:
-            byte, scale, inverse = _nvfp4_scales(amax, outer[:, None], STOCHASTIC, GIVEN, FP8)
-        y = tl.abs(x) * inverse[:, :, None]
         u = tl.reshape(draw, (A, B // V, V)) if STOCHASTIC else None
-        # A number is above the largest element only where its scale was rounded down. In a block
-        # with NaN or Inf magnitudes are 0: of a NaN and a number the minimum is the number. It also
-        # stands between x * inverse and the sums of the rounding, which fused would round once.
-        limit = tl.where(amax >= 0x7F800000, 0.0, 448.0 if FMT == "mxfp8" else 6.0)[:, :, None]
-        if FMT == "nvfp4" or codes is not None:
-            y = tl.minimum(y, limit)
-        if FMT == "mxfp8":
-            v, code = _e4m3(y, x, u, STOCHASTIC, FP8)
-        else:
-            v, code = _e2m1(y, u, STOCHASTIC)
-            v = _signed(v, x)
+        v, code, scale, byte = _round_blocks(x, amax, u, outer, FMT, STOCHASTIC, GIVEN,
+                                             FMT == "nvfp4" or codes is not None, FP8)
         if values is not None:
             v = tl.reshape(v * scale[:, :, None], (A, B))
             _store(values, v, e, i0, j0, I, J, None, ROWWISE, EVEN, 8)
@@ -712,7 +721,7 @@ def _parts(q):
 def _source(x, swiglu):
     """What the kernel reads: (kind, numbers, scales, outer, stride of a row, shape as numbers)."""
     if isinstance(x, quant.Hidden):
-        h, d = (t.contiguous().view(torch.int32) for t in (x.h, x.d))
+        h, d = (t.contiguous().bfloat16().view(torch.int32) for t in (x.h, x.d))
         return "hidden", h, d, None, None, tuple(x.h.shape)
     if isinstance(x, Quantized):
         kind = "nvfp4" if quant.is_fp4(x.fmt) else "mxfp8"
@@ -781,6 +790,7 @@ def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=tor
     if index is not None:
         shape = (index.numel(), shape[-1])
     _check(shape, fmt, axis, rounding)
+    quant.check_names(shape, rows, cols)
     device = data.device
     given = _given_outer(x, fmt, outer, shape, axis, counts, swiglu)
     own = given is None and quant.is_fp4(fmt)
@@ -810,7 +820,8 @@ def _run(x, fmt, axis, want, *, counts=None, swiglu=False, index=None, dtype=tor
     programs = _programs(device, E * _ceil(R, BM), across, warps, fill)
     groups = 0 if counts is None else counts.numel()
     _round_kernel[programs,](
-        data, scales, x_outer, index, counts, *(t if t is None else t.int() for t in (rows, cols)),
+        data, scales, x_outer, index, counts,
+        *(t if t is None else t.int().contiguous() for t in (rows, cols)),
         base if random else None, stream,
         outer if outer is None or pitch is not None else outer.contiguous(),
         row.codes, row.scales, row.blocked, row.values,
@@ -1609,25 +1620,9 @@ def _wire_round(v, FP8: tl.constexpr):
     A: tl.constexpr = v.shape[0]
     B: tl.constexpr = v.shape[1]
     x = tl.reshape(v, (A, B // 32, 32))
-    amax = _block_amax(x, False)
-    byte, scale, inverse = _mxfp8_scales(amax)
-    limit = tl.where(amax >= 0x7F800000, 0.0, 448.0)[:, :, None]
-    y = tl.minimum(tl.abs(x) * inverse[:, :, None], limit)
-    value, code = _e4m3(y, x, None, False, FP8)
+    value, code, scale, byte = _round_blocks(x, _block_amax(x, False), None, None, "mxfp8", False,
+                                             False, True, FP8)
     return tl.reshape(value * scale[:, :, None], (A, B)), tl.reshape(code, (A, B)), byte
-
-
-@jit
-def _codes_at(codes, scales, row, d0, here, pitch, D: tl.constexpr, BT: tl.constexpr,
-              BD: tl.constexpr, FP8: tl.constexpr):
-    """fp32 [BT, BD] of MXFP8 rows, from column d0 on. pitch: as in _row_width."""
-    d, b = d0 + tl.arange(0, BD), d0 // 32 + tl.arange(0, BD // 32)
-    code = tl.load(codes + row[:, None] * _row_width(D, pitch) + d[None, :],
-                   mask=here[:, None] & (d < D)[None, :], other=0)
-    byte = tl.load(scales + row[:, None] * _row_width(D // 32, pitch) + b[None, :],
-                   mask=here[:, None] & (b < D // 32)[None, :], other=0)
-    v = tl.reshape(_decode_e4m3(code, FP8), (BT, BD // 32, 32))
-    return tl.reshape(v * _decode_e8m0(byte)[:, :, None], (BT, BD))
 
 
 @jit
@@ -1638,13 +1633,14 @@ def _copies_kernel(rows, slot, gates, out, codes, scales, T, pitch, D: tl.conste
     codes kept where asked for. Rows that are None came as codes."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    here = t < T
+    here, left = t < T, T - tl.program_id(0) * BT
     inside = here[:, None] & (d < D)[None, :]
     total = tl.zeros((BT, BD), tl.float32)
     for k in tl.static_range(K):
         r = tl.load(slot + t * K + k, mask=here, other=0)
         if rows is None:
-            v = _codes_at(codes, scales, r, tl.program_id(1) * BD, here, pitch, D, BT, BD, FP8)
+            v = _load((codes, scales, None, pitch), (r, 0, left), tl.program_id(1) * BD, BT, BD, D,
+                      "mxfp8", False, False, FP8)
         else:
             v = _rows_at(rows, r, d, inside, D)
         if ROUND:
@@ -1665,7 +1661,7 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, p
     """dgates[t, k] = <rows[slot[t, k]], dout[t]>, and drows[slot[t, k]] = gates[t, k] * dout[t],
     rounded where ROUND; rows are codes where they have scales."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    here = t < T
+    here, left = t < T, T - tl.program_id(0) * BT
     for k in tl.static_range(K):
         r = tl.load(slot + t * K + k, mask=here, other=0)
         gate = tl.load(gates + t * K + k, mask=here, other=0)[:, None]
@@ -1677,7 +1673,8 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, p
             if scales is None:
                 v = _rows_at(rows, r, d, inside, D)
             else:
-                v = _codes_at(rows, scales, r, d0, here, pitch, D, BT, BD, FP8)
+                v = _load((rows, scales, None, pitch), (r, 0, left), d0, BT, BD, D, "mxfp8", False,
+                          False, FP8)
             product += v * g
             g = (g * gate).to(drows.dtype.element_ty).to(tl.float32)
             if ROUND:
@@ -1694,7 +1691,9 @@ def rounded_rows(x, index, fmt):
 def sum_of_copies(slot, rows, gates, fmt, dtype, keep=False):
     """moe_comm.sum_of_copies. Rows that come in MXFP8 or are rounded to it are kept as codes."""
     (T, k), device, codes, scales, pitch = gates.shape, gates.device, None, None, None
-    came = isinstance(rows, Quantized)
+    came, gates = isinstance(rows, Quantized), gates.contiguous()
+    if not came:
+        rows = rows.contiguous()
     R, D = rows.codes.shape if came else rows.shape
     out = torch.empty(T, D, dtype=dtype, device=device)
     if came:
@@ -1703,14 +1702,14 @@ def sum_of_copies(slot, rows, gates, fmt, dtype, keep=False):
         codes = torch.empty(R, D, dtype=torch.uint8, device=device)
         scales = torch.empty(R, D // 32, dtype=torch.uint8, device=device)
     _copies_kernel[_ceil(T, 4), _ceil(D, 256)](
-        None if came else rows.contiguous(), slot, gates, out, codes, scales, T, pitch, D=D, K=k,
+        None if came else rows, slot, gates, out, codes, scales, T, pitch, D=D, K=k,
         ROUND=fmt == "mxfp8", BT=4, BD=256, FP8=_has_fp8(device))
     return (out, (rows if codes is None else codes, scales)) if keep else out
 
 
 def copies_backward(dout, kept, slot, gates, fmt):
     """moe_comm.copies_backward. The gradient of a row without a copy stays undefined."""
-    (rows, scales), (T, D) = kept, dout.shape
+    (rows, scales), (T, D), gates = kept, dout.shape, gates.contiguous()
     dgates, drows = torch.empty_like(gates), dout.new_empty(rows.shape)
     pitch = None if rows.is_contiguous() else rows.stride(0) // 4
     _copies_backward_kernel[_ceil(T, 4),](
@@ -1762,8 +1761,8 @@ def ops(device):
     if name == "reference":
         return quant.REFERENCE
     native = dict(native=name == "native")
-    return SimpleNamespace(swiglu=swiglu, swiglu_backward=swiglu_backward, quantize=quantize,
-                           cast=cast, payload=payload, weight_outer=weight_outer,
+    return SimpleNamespace(swiglu=swiglu, quantize=quantize, payload=payload,
+                           weight_outer=weight_outer,
                            operand=partial(operand, **native),
                            operand_pair=partial(operand_pair, **native),
                            quantize_operand=partial(quantize_operand, **native),

@@ -43,7 +43,7 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("dim", "layers", "heads", "kv_heads",
-                     "experts", "top_k", "expert_dim", "seq_len"):
+                     "experts", "top_k", "expert_dim", "seq_len", "vocab"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
         object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.heads)
@@ -68,7 +68,9 @@ class ModelConfig:
         """Raise ValueError where a quantised layer has a dimension that no block divides."""
         dense = recipe.dense.block
         both = max(dense, *(recipe.experts_of(i, self.layers).block for i in range(self.layers)))
-        for name, size, block in (("dim", self.dim, both), ("expert_dim", self.expert_dim, both),
+        wire = 1 if recipe.combine == "bf16" else quant.FORMATS[recipe.combine].block
+        for name, size, block in (("dim", self.dim, max(both, wire)),
+                                  ("expert_dim", self.expert_dim, both),
                                   ("dense_dim", self.dense_dim, dense),
                                   ("heads * head_dim", self.heads * self.head_dim, dense)):
             if size % block:
@@ -92,7 +94,8 @@ class _Embed(torch.autograd.Function):
         idx, = ctx.saved_tensors
         one_hot = torch.zeros(idx.numel(), ctx.vocab, dtype=dy.dtype, device=dy.device)
         one_hot.scatter_(1, idx.reshape(-1, 1), 1.0)
-        return (one_hot.T @ dy.flatten(0, -2)).float(), None, None
+        kw = dict(out_dtype=torch.float32) if dy.is_cuda else {}
+        return torch.mm(one_hot.T, dy.flatten(0, -2), **kw), None, None
 
 
 def rms_norm(x, weight, eps):
@@ -140,7 +143,8 @@ def in_pieces(t, n):
 
 class _RouterLogits(torch.autograd.Function):
     """x W^T [N, E] in fp32, for bf16 x [N, D] and fp32 W [E, D], on bf16 tensor cores: every
-    product of a piece is exact and the sums are fp32."""
+    product of a piece of W is exact and the sums are fp32. Backward keeps 16 bits of dY for dW and
+    8 of dY and W for dX, which is bf16 in any case."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -157,11 +161,11 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def router_logits(x, w):
-    """x [N, D] times w [E, D] transposed, in fp32 whatever the type of x."""
+    """x [N, D] times w [E, D] transposed, in fp32 whatever the type of x. On a CPU rows of zeros
+    fill N up to whole 32s: neither here nor in the sigmoid may a row's bits depend on N."""
     if x.is_cuda:
         return _RouterLogits.apply(x, w)
-    short = -len(x) % 32          # whole 32s: a row's bits must not depend on N, nor in the sigmoid
-    return F.pad(x, (0, 0, 0, short)) @ w.T
+    return F.pad(x, (0, 0, 0, -len(x) % 32)) @ w.T
 
 
 @quant.has_kernel
@@ -245,7 +249,7 @@ class Layer(nn.Module):
         g, wire = self.gemms, self.recipe.combine
         experts, gates = choose(router_logits(to_router, self.router), self.bias, self.cfg.top_k,
                                 self.cfg.route_scale)
-        experts, gates = experts[:len(x)], gates[:len(x)]
+        experts, gates = experts[:len(x)], gates[:len(x)]        # without router_logits' zeros
         plan = moe_comm.route(experts, self.cfg.experts, self.mesh.expert_group)
         if self.training and torch.is_grad_enabled():
             self.load += plan.load
@@ -288,7 +292,7 @@ class GPT(nn.Module):
 
     def __init__(self, cfg, recipe="bf16", seed=0, mesh=None):
         super().__init__()
-        self.cfg, self.recipe, self.mesh = cfg, quant.RECIPES[recipe], mesh or moe_comm.Mesh()
+        self.cfg, self.recipe, self.mesh = cfg, quant.recipe_of(recipe), mesh or moe_comm.Mesh()
         cfg.check_blocks(self.recipe)
         if cfg.experts % self.mesh.ep:
             raise ValueError(f"--ep {self.mesh.ep}: must divide the number of experts, "
@@ -334,14 +338,15 @@ class GPT(nn.Module):
         return torch.bfloat16 if self.embed.is_cuda else torch.float32
 
     def begin_step(self, seed):
-        """Set the seed of this step's stochastic rounding. On a GPU it is written where a captured
-        step reads it."""
-        if self.embed.is_cuda:
-            if not torch.is_tensor(self.seed):
-                self.seed = torch.zeros((), dtype=torch.int32, device=self.embed.device)
-            self.seed.fill_(quant.seed_bits(seed))
+        """Set the seed of this step's stochastic rounding. On a GPU its bits are written where a
+        captured step reads them; on a CPU they are the same."""
+        bits = quant.seed_bits(seed)
+        if not self.embed.is_cuda:
+            self.seed = bits
+        elif torch.is_tensor(self.seed):
+            self.seed.fill_(bits)
         else:
-            self.seed = seed
+            self.seed = torch.full((), bits, dtype=torch.int32, device=self.embed.device)
         self._versions = None           # the second copies are drawn anew; kept codes stay right
 
     def weights_changed(self):
@@ -425,34 +430,46 @@ class GPT(nn.Module):
         depends on (seed, id, position) alone, not on the batch. The log-probability is that of the
         distribution drawn from. Past seq_len the window slides by half.
         """
+        if not prompt.numel():
+            raise ValueError(f"prompts of shape {tuple(prompt.shape)}: there must be some, of a "
+                             "byte at least")
         ids = torch.arange(len(prompt)) if ids is None else ids
         text, limit, decoder = prompt, self.cfg.seq_len, None
-        for n in range(new):
-            if decoder is None or decoder.filled == limit:
-                window = text[:, -(limit if decoder is None else -(-limit // 2)):]
-                decoder = self.decoder(len(prompt), min(limit, window.shape[1] + new - n),
-                                       temperature, top_k)
-                token, logp = decoder.start(window, ids, seed, n)
-            else:
-                token, logp = decoder.step()
-            text = torch.cat([text, token[:, None]], 1)
-            yield token, logp
+        try:
+            for n in range(new):
+                if decoder is None or decoder.filled == limit:
+                    window = text[:, -(limit if decoder is None else -(-limit // 2)):]
+                    self.release(decoder)
+                    decoder = self.decoder(len(prompt), min(limit, window.shape[1] + new - n),
+                                           temperature, top_k)
+                    token, logp = decoder.start(window, ids, seed, n)
+                else:
+                    token, logp = decoder.step()
+                text = torch.cat([text, token[:, None]], 1)
+                yield token, logp
+        finally:
+            self.release(decoder)
 
     def decoder(self, *key):
-        """A Decoder for (batch, length, temperature, top_k). A GPU keeps one of each: its captured
-        step is worth more than its memory."""
-        if not self.embed.is_cuda:
-            return Decoder(self, *key)
-        if key not in self.decoders:
-            self.decoders[key] = Decoder(self, *key)
-        return self.decoders[key]
+        """A Decoder for (batch, length, temperature, top_k): a released one, or new."""
+        return self.decoders.pop(key, None) or Decoder(self, *key)
+
+    def release(self, decoder):
+        """Keep a Decoder for the next batch of its shape: on a GPU its captured step is worth its
+        memory. The last ones used are kept."""
+        if decoder is not None and self.embed.is_cuda:
+            self.decoders[decoder.key] = decoder
+            if len(self.decoders) > 8:
+                del self.decoders[next(iter(self.decoders))]
 
     def generate(self, prompt, new, *, stop=None, **kw):
         """(bytes [B, n], log-probabilities [B, n], mask [B, n]) after prompt [B, P], n <= new.
 
         With `stop` a sequence ends at that byte, which is the last one in its mask; what follows is
-        PAD. Options as in stream().
+        PAD. A CPU then stops early, n < new; a GPU does not wait to ask. Options as in stream().
         """
+        if new < 1:
+            raise ValueError(f"{new} new bytes: must be at least 1")
         tokens, logps, masks = [], [], []
         alive = torch.ones(prompt.shape[0], dtype=torch.bool, device=prompt.device)
         for token, logp in self.stream(prompt, new, **kw):
@@ -498,13 +515,14 @@ class Decoder:
     GPU can replay the step as one captured graph."""
 
     def __init__(self, model, batch, length, temperature, top_k):
+        self.key = batch, length, temperature, top_k
         self.model, self.temperature, self.top_k = model, temperature, top_k
         self.cache, device = Cache(model, batch, length), model.embed.device
         self.feed = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.ids, self.column = self.feed.int(), torch.zeros(1, dtype=torch.int32, device=device)
         self.seed = torch.zeros((), dtype=torch.int32, device=device)
-        waits = model.mesh.ep > 1               # routing among several waits for counts
-        self.replay = quant.Captured(self.advance) if model.embed.is_cuda and not waits else None
+        # Routing among several processes waits for counts.
+        self.replay = quant.captured(self.advance, device, waits=model.mesh.ep > 1)
 
     def start(self, prompt, ids, seed, column):
         """Read prompts [B, P] and draw the first byte, which is number `column` of its sequence."""
@@ -525,8 +543,6 @@ class Decoder:
 
     def step(self):
         self.filled += 1
-        if self.replay is None:
-            return self.advance(self.feed)
         if self.model.stale():              # operands are made outside of the graph
             self.model.prepare()
         return tuple(t.clone() for t in self.replay(self.feed))

@@ -214,15 +214,10 @@ def send(x, fmt, index, splits, group):
     return rows.view(x.dtype) if fmt == "bf16" else quant.from_payload(rows, fmt, x.shape[1])
 
 
-def rounded(x, fmt):
-    """Rows x [n, D] as they would arrive at another rank."""
-    return x if fmt == "bf16" else quant.backend_for(x).cast(x, fmt)
-
-
 @quant.has_kernel
 def rounded_rows(x, index, fmt):
     """Rows x[index] as they would arrive at another rank."""
-    return rounded(x, fmt).index_select(0, index)
+    return quant.cast(x, fmt).index_select(0, index)
 
 
 def outward(x, plan, fmt):
@@ -257,7 +252,7 @@ def sum_of_copies(slot, rows, gates, fmt, dtype, keep=False):
     """out[t] = sum over j of gates[t, j] * rows[slot of copy (t, j)], [T, D], summed in fp32. Rows
     are packed, or rounded to `fmt` first. keep: also what copies_backward reads of them."""
     (T, k), packed = gates.shape, isinstance(rows, quant.Quantized)
-    rows = rows.dequantize(dtype) if packed else rounded(rows, fmt)
+    rows = rows.dequantize(dtype) if packed else quant.cast(rows, fmt)
     out = (gates[..., None] * rows.index_select(0, slot).view(T, k, -1)).sum(1).to(dtype)
     return (out, (rows,)) if keep else out
 
@@ -270,7 +265,7 @@ def copies_backward(dout, kept, slot, gates, fmt):
     copies = rows.index_select(0, slot).view(T, k, -1)
     dgates = (copies.float() * dout[:, None].float()).sum(-1)
     drows = (gates[..., None] * dout[:, None]).flatten(0, 1).to(dout.dtype)
-    return dgates, rounded(torch.zeros_like(rows).index_copy_(0, slot, drows), fmt)
+    return dgates, quant.cast(torch.zeros_like(rows).index_copy_(0, slot, drows), fmt)
 
 
 class _Dispatch(torch.autograd.Function):

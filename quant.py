@@ -44,6 +44,7 @@ recipe of TorchAO; Thinking Machines' Inkling 2 Small for a 4-bit forward with a
 `python quant.py` prints the formats and rounds one block by hand.
 """
 import functools
+import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -270,7 +271,16 @@ def _uniform_for(x, rounding, seed, rows, cols):
         rows = torch.arange(x[..., 0].numel(), dtype=torch.int32, device=x.device)
     if cols is None:
         cols = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-    return uniform(seed, rows.int().view(x.shape[:-1])[..., None], cols.int())
+    check_names(x.shape, rows, cols)
+    return uniform(seed, rows.int().reshape(x.shape[:-1])[..., None], cols.int())
+
+
+def check_names(shape, rows, cols):
+    """ValueError where logical indices do not name each row and column of a tensor once."""
+    for what, given, n in (("rows", rows, math.prod(shape[:-1])), ("cols", cols, shape[-1])):
+        if given is not None and given.numel() != n:
+            raise ValueError(f"{what}: {given.numel()} names for the {n} of a tensor of shape "
+                             f"{tuple(shape)}")
 
 
 def _finite_amax(xb, amax, axis, dims):
@@ -546,6 +556,13 @@ RECIPES = {r.name: r for r in (
 )}
 
 
+def recipe_of(name):
+    """The Recipe of that name; ValueError where there is none."""
+    if name not in RECIPES:
+        raise ValueError(f"recipe {name!r}: there are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
 # ---------------------------------------------------------------- the reference: operands and GEMMs
 def zero_padding(x, counts):
     """A copy of x [R, K] with each expert's padding rows set to zero: blocks along T span them."""
@@ -588,8 +605,8 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     Along T, axis=-2, padding counts as zero. rounded: x holds values of `fmt` already, in blocks
     along its rows, and is what the GEMM reads. (Packed operands of a native GEMM are made of it all
-    the same; rounding twice changes nothing.) dtype: of a packed tensor's values, fp32 by default,
-    as kernels.operand has bf16. Only this backend's GEMMs read the result.
+    the same; rounding twice changes nothing.) dtype: of the result, by default that of x, fp32 of a
+    packed one, as kernels.operand has bf16. Only this backend's GEMMs read the result.
     """
     if rounded:
         return x
@@ -599,7 +616,7 @@ def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
             return x
     if kw.get("axis") == -2:
         x = zero_padding(x, counts)
-    return cast(x, fmt, **kw)
+    return cast(x, fmt, **kw).to(dtype or x.dtype)
 
 
 def quantize_operand(x, fmt, *, dtype=None, **kw):
@@ -630,6 +647,7 @@ def gemm(a, b, counts=None, turned=False):
 
 def gemm_wgrad(dy, x, counts=None):
     """dW[E, N, K] = dY[R, N]^T X[R, K], summed over each expert's real rows; fp32."""
+    dy, x = dy.float(), x.float()
     if counts is None:
         return (dy.T @ x)[None]
     dw = dy.new_zeros(counts.numel(), dy.shape[1], x.shape[1])
@@ -705,8 +723,8 @@ def _two_copies(w, gemms, dtype, again, packed, into):
     elif gemms.w == gemms.back == "mxfp8" and gemms.rounding == "nearest":
         forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
     else:
-        forward = b.operand(packed or w, gemms.w, outer=outer, **first)
-        backward = b.operand(w.to(dtype) if gemms.back == "bf16" else w, gemms.back,
+        forward = b.operand(packed or w, gemms.w, outer=outer, dtype=dtype, **first)
+        backward = b.operand(w.to(dtype) if gemms.back == "bf16" else w, gemms.back, dtype=dtype,
                              outer=outer if is_fp4(gemms.back) else None, **again, **second)
     return Weight(forward, backward, packed)
 
@@ -735,7 +753,7 @@ class _Layer:
         """(Y [R, N] of X, what backward reads of X). gated: X is swiglu(x), not yet made."""
         b, g, kw = backend_for(x), self.g, dict(swiglu=True) if gated else {}
         if xq is None and g.source == "copy":
-            xq, x_row = b.quantize_operand(x, g.x, **kw)                            # [R, K] along K
+            xq, x_row = b.quantize_operand(x, g.x, dtype=x.dtype, **kw)             # [R, K] along K
         else:
             x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype,
                               rounded="x" in self.rounded, **kw)
@@ -752,7 +770,7 @@ class _Layer:
         elif gated:
             kw = dict(swiglu=True)
         dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in self.rounded,
-                                                   seed, rows)
+                                                   seed, rows, dtype)
         dx = b.gemm(dy_row, self.weight.backward, counts, turned=True)              # [R, K]
         x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=dtype,         # [R, K] along T
                           rounding=g.rounding, seed=fold(seed, 2), rows=rows, **kw)
@@ -808,10 +826,10 @@ class _MLP(torch.autograd.Function):
         return *(first.backward(Hidden(h, d), kept[:4], *rest)), dw2, *[None] * 5
 
 
-def _dy_operands(b, dy, x, g, counts, rounded, seed, rows):
+def _dy_operands(b, dy, x, g, counts, rounded, seed, rows, dtype):
     """(dY along N, dY along T, X, rows of each expert along T): both wgrad operands rotated first
     where the recipe says so, which fills groups of 16 rows up with what their real rows hold."""
-    kw = dict(rounding=g.dy_rounding, seed=fold(seed, 1), rows=rows)
+    kw = dict(rounding=g.dy_rounding, seed=fold(seed, 1), rows=rows, dtype=dtype)
     if not g.hadamard:
         return *b.operand_pair(dy, g.dy, counts=counts, rounded=rounded, **kw), x, counts
     x, turned = (hadamard16(zero_padding(t, counts), seed) for t in (x, dy))
@@ -839,9 +857,7 @@ def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), se
 def gemms_of(recipe, part):
     """The Gemms that are meant: themselves, or a Recipe's of that name for its experts or dense
     layers."""
-    if isinstance(recipe, str) and recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r}: there are {', '.join(RECIPES)}")
-    return getattr(RECIPES[recipe], part) if isinstance(recipe, str) else recipe
+    return getattr(recipe_of(recipe), part) if isinstance(recipe, str) else recipe
 
 
 def _check_shapes(x, w, counts, rows, block):
@@ -852,8 +868,7 @@ def _check_shapes(x, w, counts, rows, block):
         raise ValueError(f"x {tuple(x)} and w {tuple(w)}: R, N and K must be multiples of {block}")
     if w[0] > 1 if counts is None else counts.shape != w[:1] or counts.is_floating_point():
         raise ValueError(f"w {tuple(w)} needs the rows of each expert, integers [{w[0]}]")
-    if rows is not None and rows.numel() != x[0]:
-        raise ValueError(f"{rows.numel()} names of rows do not fit x {tuple(x)}")
+    check_names(x, rows, None)
 
 
 def _layer(w, dtype, g, weight, rounded, seed):
@@ -891,11 +906,12 @@ def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rou
 def _of_all_rows(f, x, rows, *weights, **kw):
     """f of x [..., K] as one group whose rows are all real, and of weights [N, K]."""
     shape, x = x.shape, x.reshape(-1, x.shape[-1])
+    check_names(x.shape, rows, None)
     # Blocks along T; and a CPU row's bits must not depend on T.
     short = -len(x) % 32 or 32 * (len(x) == 0)
     if short:
         x = torch.nn.functional.pad(x, (0, 0, 0, short))
-        rows = rows if rows is None else torch.nn.functional.pad(rows, (0, short))
+        rows = rows if rows is None else torch.nn.functional.pad(rows.flatten(), (0, short))
     y = f(x, *(w[None] for w in weights), None, rows=rows, **kw)
     return (y[:-short] if short else y).view(*shape[:-1], y.shape[-1])
 
@@ -948,9 +964,8 @@ def from_payload(rows, fmt, width):
 # A backend is a namespace of functions: these for a CPU, those of kernels.py for GPUs. That file is
 # imported where a GPU asks for it, so that a CPU needs no Triton.
 REFERENCE = SimpleNamespace(
-    quantize=quantize, cast=cast, weight_outer=weight_outer, payload=payload, swiglu=swiglu,
-    operand=operand, quantize_operand=quantize_operand, operand_pair=operand_pair,
-    gemm=gemm, gemm_wgrad=gemm_wgrad)
+    quantize=quantize, payload=payload, weight_outer=weight_outer, swiglu=swiglu, operand=operand,
+    operand_pair=operand_pair, quantize_operand=quantize_operand, gemm=gemm, gemm_wgrad=gemm_wgrad)
 
 
 def backend_for(x):
@@ -961,17 +976,30 @@ def backend_for(x):
     return kernels.ops(x.device)
 
 
+def uses_kernels(device):
+    """Does kernels.py compute on `device`, not the reference?"""
+    if device.type != "cuda":
+        return False
+    import kernels
+    return kernels.backend(device) != "reference"
+
+
 def has_kernel(f):
     """f as written; where a GPU computes, the function of its name in kernels.py, which is the same
     in few passes over memory."""
     @functools.wraps(f)
     def call(first, *rest, **kw):
-        if not first.is_cuda:
+        if not uses_kernels(first.device):
             return f(first, *rest, **kw)
         import kernels
-        ours = kernels.backend(first.device) != "reference"
-        return (getattr(kernels, f.__name__) if ours else f)(first, *rest, **kw)
+        return getattr(kernels, f.__name__)(first, *rest, **kw)
     return call
+
+
+def captured(function, device, waits=False):
+    """The function, on a GPU as a CUDA graph where nothing in it waits for the device, as the
+    reference does."""
+    return Captured(function) if uses_kernels(device) and not waits else function
 
 
 class Captured:

@@ -254,10 +254,11 @@ def test_the_block_scaled_dot_itself():
 
 @pytest.mark.skipif(triton is None or INTERPRETED or CUDA, reason="they run, or this interprets")
 def test_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-x", __file__]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+    ran = " passed" in done.stdout and "no CUDA GPU" not in done.stdout
+    assert done.returncode == 0 and ran, done.stdout[-4000:]
 
 
 # -------------------------------------------------------------- compiled for GPUs that are not here

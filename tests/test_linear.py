@@ -245,7 +245,7 @@ def test_every_dimension_that_no_block_divides_is_named():
             (torch.ones(256, 32), w, two.float(), None, "each expert"),
             (torch.ones(256, 32), w[:0], one[:0], None, "do not fit"),
             (torch.ones(130, 32), w, two, None, "multiples of 32"),
-            (torch.ones(256, 32), w, two, torch.arange(9), "9 names of rows"),
+            (torch.ones(256, 32), w, two, torch.arange(9), "9 names for the 256"),
             (torch.ones(256, 32), w, -two, None, "cannot hold")):
         with pytest.raises(ValueError, match=words):
             grouped_linear(x, w, counts, "mxfp8", rows=rows)
@@ -623,3 +623,18 @@ def test_a_token_does_not_see_the_others_in_its_batch(recipe):
         out.backward(dout[of])
         return out.detach(), *(t.grad for t in inputs)
     assert_same(layer(some), tuple(t[some] for t in layer(ids)))
+
+
+@EVERY_RECIPE
+def test_the_reference_takes_bf16_activations(recipe):
+    """As on a GPU that is told to use it: the same but for the rounding of what goes in and out."""
+    x, w = gaussian(3, 16, 64).bfloat16(), gaussian(96, 64, seed=1)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = x.to(dtype).requires_grad_(), w.clone().requires_grad_()
+        y = linear(*inputs, recipe, rows=torch.arange(48).view(3, 16))
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), inputs)))
+        assert [t.dtype for t in found[-1]] == [dtype, dtype, torch.float32]
+    assert all(relative(a, b) < 0.02 for a, b in zip(*found))
+    with pytest.raises(ValueError, match="rows: 40 names for the 48"):
+        linear(x, w, recipe, rows=torch.arange(40))

@@ -131,6 +131,27 @@ def test_other_seeds_ids_and_positions_draw_other_bytes():
         assert len({draw(*key) for key in axis}) >= 38
 
 
+def test_what_cannot_be_generated_is_a_sentence():
+    model = small()
+    with pytest.raises(ValueError, match="0 new bytes: must be at least 1"):
+        model.generate(random_bytes(1, 8), 0)
+    with pytest.raises(ValueError, match=r"prompts of shape \(1, 0\)"):
+        model.generate(random_bytes(1, 0), 4)
+    with pytest.raises(ValueError, match="recipe 'fp3': there are bf16, mxfp8"):
+        small("fp3")
+
+
+def test_two_streams_of_one_shape_keep_to_themselves(monkeypatch):
+    """Also where decoders are kept for the next batch, as on a GPU."""
+    model, prompts = small(), [random_bytes(2, 8, seed=i) for i in range(2)]
+    alone = [torch.stack([t for t, _ in model.stream(p, 40)]) for p in prompts]
+    monkeypatch.setattr(GPT, "release", lambda self, d: d and self.decoders.update({d.key: d}))
+    for _ in range(2):                              # the second time with the decoders of the first
+        pairs = zip(*(model.stream(p, 40) for p in prompts))
+        together = zip(*[(a, b) for (a, _), (b, _) in pairs])
+        assert all(torch.equal(a, torch.stack(b)) for a, b in zip(alone, together))
+
+
 def test_the_same_prompt_gets_different_answers_in_one_batch():
     answers, _, _ = small().generate(random_bytes(1, 8).repeat(8, 1), 12)
     assert len({tuple(a) for a in answers.tolist()}) == 8
@@ -326,6 +347,7 @@ def test_flops_are_those_of_the_matrices_a_token_meets_and_of_its_attention():
 @pytest.mark.parametrize("sizes, sentence", [
     (dict(top_k=5), "top_k 5: must be at most the number of experts, 4"),
     (dict(dim=0), "dim 0: must be at least 1"),
+    (dict(vocab=0), "vocab 0: must be at least 1"),
     (dict(layers=-1), "layers -1: must be at least 1"),
     (dict(heads=3, kv_heads=2, dim=96), "kv_heads 2: must divide heads 3"),
     (dict(heads=4, dim=36), "head_dim 9: must be even"),
@@ -358,6 +380,10 @@ def test_blocks_of_experts_alone_bind_the_sides_of_experts_alone():
     ModelConfig(heads=2, head_dim=24, dense_dim=48).check_blocks(mine)
     with pytest.raises(ValueError, match="^expert_dim 80: must be a multiple of 32 in mine"):
         ModelConfig(expert_dim=80).check_blocks(mine)
+    wire = quant.Recipe("wire", combine="mxfp8")
+    ModelConfig(expert_dim=80).check_blocks(wire)
+    with pytest.raises(ValueError, match="^dim 48: must be a multiple of 32 in wire"):
+        ModelConfig(dim=48).check_blocks(wire)
 
 
 # ------------------------------------------------------------------------ what is rounded, and when
@@ -479,6 +505,17 @@ def test_a_step_draws_its_stochastic_rounding_anew():
         model(rows).logsumexp(-1).sum().backward()
         grads.append(model.blocks[0].w1.grad.clone())
     assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
+
+
+def test_a_step_draws_the_bits_that_a_gpu_reads_from_its_memory():
+    """There the seed is a tensor, and labels are folded beside it."""
+    model, seed = small(), quant.fold(7, 1, 5)
+    model.begin_step(seed)
+    gpus = torch.full((), quant.seed_bits(seed), dtype=torch.int32)
+    at = torch.arange(40, dtype=torch.int32)
+    for labels in ((), (3,), (0, 16)):
+        draws = [quant.random_bits(quant.fold(s, *labels), at, at) for s in (model.seed, gpus)]
+        assert torch.equal(*draws)
 
 
 def test_the_embedding_gradient_sums_repeated_bytes_and_repeats_bit_for_bit():

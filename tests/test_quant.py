@@ -395,9 +395,9 @@ def test_every_code_and_scale_in_range_is_exact_in_bf16():
 
 @BOTH
 def test_quantising_twice_changes_nothing(fmt):
-    x = cast(heavy_tailed(64, 128), "mxfp8")
-    assert_same(cast(x, "mxfp8"), x)
-    assert_same(cast(x, "mxfp8", rounding="stochastic", seed=1), x)
+    x = cast(heavy_tailed(64, 128), fmt)
+    assert_same(cast(x, fmt), x)
+    assert_same(cast(x, fmt, rounding="stochastic", seed=1), x)
 
 
 # ------------------------------------------------------------------------------- shapes and storage

@@ -894,13 +894,12 @@ def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
     return row.values if axis == -1 else col.values
 
 
-def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
+def operand(x, fmt, *, native=False, axis=-1, into=None, **kw):
     """What a GEMM reads of x: an Operand where it is native, else the exact values in bf16. Options
-    as in quant.operand and cast, but dtype None is bf16, and of x that is `rounded` an Operand is
-    made all the same. "bf16" means as the tensor is: a bf16 GEMM reads no padding.
-    into: an earlier operand that may be written over."""
+    as in quant.operand and cast, but dtype None is bf16. "bf16" means as the tensor is: a bf16 GEMM
+    reads no padding. into: an earlier operand that may be written over."""
     plain = torch.is_tensor(x) and not kw.get("swiglu")
-    if plain and (fmt == "bf16" or rounded and not native):
+    if plain and fmt == "bf16":
         return x
     if not native or fmt == "bf16":
         return cast(x, fmt, axis=axis, into=into, **kw)
@@ -917,7 +916,8 @@ def operand(x, fmt, *, native=False, axis=-1, rounded=False, into=None, **kw):
 
 def operand_pair(x, fmt, *, native=False, counts=None, dtype=torch.bfloat16, rounded=False, **kw):
     """(operand along the rows of x [.., R, K], operand along R), for MXFP8 in one pass over memory.
-    x: a tensor, or for MXFP8 Hidden. into: two earlier operands that may be written over."""
+    x: a tensor, or for MXFP8 Hidden. rounded: as in quant.operand_pair; a native GEMM's operands
+    are made of it all the same. into: two earlier operands that may be written over."""
     if rounded and not native:
         return x, operand(x, fmt, dtype=dtype, counts=counts, axis=-2, **kw)
     if fmt != "mxfp8":
@@ -1681,11 +1681,6 @@ def _copies_backward_kernel(rows, scales, slot, gates, dout, dgates, drows, T, p
                 g, _, _ = _wire_round(g, FP8)
             tl.store(drows + r[:, None] * D + d[None, :], g.to(drows.dtype.element_ty), mask=inside)
         tl.store(dgates + t * K + k, tl.sum(product, 1), mask=here)
-
-
-def rounded_rows(x, index, fmt):
-    """moe_comm.rounded_rows."""
-    return cast(x, fmt, index=index, dtype=x.dtype)
 
 
 def sum_of_copies(slot, rows, gates, fmt, dtype, keep=False):

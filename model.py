@@ -255,9 +255,8 @@ class Layer(nn.Module):
             self.load += plan.load
         ids = (plan.copy + first_token * self.cfg.top_k).int()                   # logical rows
         xe, xq = moe_comm.dispatch(x, plan, g.wire, wire)                        # [R, D]
-        # What has travelled is rounded already: X, and dY where its GEMM reads the wire's format.
-        rounded = ("x",) * (xq is None and g.wire == "mxfp8") + ("dy",) * (wire == g.dy)
-        y = quant.grouped_mlp(xe, self.w1, self.w2, plan.counts, g, rounded=rounded, xq=xq,
+        # What travels is rounded already: X, and dY where its GEMM reads the wire's format.
+        y = quant.grouped_mlp(xe, self.w1, self.w2, plan.counts, g, rounded=wire == g.dy, xq=xq,
                               rows=ids, weights=(weights["w1"], weights["w2"]),
                               seeds=(quant.fold(seed, 1), quant.fold(seed, 2)))
         return moe_comm.combine(y, gates, plan, wire)

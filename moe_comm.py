@@ -214,20 +214,12 @@ def send(x, fmt, index, splits, group):
     return rows.view(x.dtype) if fmt == "bf16" else quant.from_payload(rows, fmt, x.shape[1])
 
 
-@quant.has_kernel
-def rounded_rows(x, index, fmt):
-    """Rows x[index] as they would arrive at another rank."""
-    return quant.cast(x, fmt).index_select(0, index)
-
-
 def outward(x, plan, fmt):
-    """Tokens x [T, D] where their experts are, [M, D]: (values, which are still to be rounded to
-    `fmt`, or None, packed or None)."""
+    """Tokens x [T, D] where their experts are, [M, D]: packed, but as they are in "bf16"."""
     e = plan.exchange
-    if e is None:
-        return (None, quant.backend_for(x).quantize(x, fmt)) if quant.is_fp4(fmt) else (x, None)
-    came = send(x, fmt, e.tokens, e.token_splits, e.group)
-    return (came, None) if fmt == "bf16" else (None, came)
+    if e is not None:
+        return send(x, fmt, e.tokens, e.token_splits, e.group)
+    return x if fmt == "bf16" else quant.backend_for(x).quantize(x, fmt)
 
 
 def homeward(y, plan, fmt):
@@ -272,11 +264,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan, wire, back):
         ctx.plan, ctx.back, ctx.tokens = plan, back, x.shape[0]
-        values, q = outward(x, plan, wire)
-        if q is None:
-            return rounded_rows(values, plan.token, wire), None                  # [R, D]
+        came = outward(x, plan, wire)
+        if torch.is_tensor(came):
+            return came.index_select(0, plan.token), None                        # [R, D]
         # The numbers stay packed. Autograd sees a shape for the gradient to flow through.
-        return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), q.select(plan.token)
+        return x.new_zeros(1, 1).expand(plan.token.numel(), x.shape[1]), came.select(plan.token)
 
     @staticmethod
     @once_differentiable

@@ -599,17 +599,13 @@ def spans(counts, R):
     return out
 
 
-def operand(x, fmt, *, counts=None, dtype=None, rounded=False, **kw):
+def operand(x, fmt, *, counts=None, dtype=None, **kw):
     """What a GEMM reads of x, a tensor or a packed one: the exact values in `fmt`.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
-    Along T, axis=-2, padding counts as zero. rounded: x holds values of `fmt` already, in blocks
-    along its rows, and is what the GEMM reads. (Packed operands of a native GEMM are made of it all
-    the same; rounding twice changes nothing.) dtype: of the result, by default that of x, fp32 of a
+    Along T, axis=-2, padding counts as zero. dtype: of the result, by default that of x, fp32 of a
     packed one, as kernels.operand has bf16. Only this backend's GEMMs read the result.
     """
-    if rounded:
-        return x
     if isinstance(x, Quantized):
         x = x.dequantize(dtype or torch.float32)
         if kw.get("axis", -1) == -1:
@@ -626,8 +622,10 @@ def quantize_operand(x, fmt, *, dtype=None, **kw):
 
 
 def operand_pair(x, fmt, *, counts=None, rounded=False, **kw):
-    """(operand along the rows of x [R, K], operand along T): a GPU makes both in one pass."""
-    return operand(x, fmt, rounded=rounded, **kw), operand(x, fmt, axis=-2, counts=counts, **kw)
+    """(operand along the rows of x [R, K], operand along T): a GPU makes both in one pass. rounded:
+    x holds values of `fmt` already, in blocks along its rows (rounding twice changes nothing)."""
+    return (x if rounded else operand(x, fmt, **kw),
+            operand(x, fmt, axis=-2, counts=counts, **kw))
 
 
 def gemm(a, b, counts=None, turned=False):
@@ -665,19 +663,29 @@ def swiglu(h):
 # -------------------------------------------------------------------------------- the linear layers
 @dataclass
 class Weight:
-    """What the GEMMs read of a weight: made per optimizer step, not per micro-batch or token."""
-    forward: object          # W [E, N, K], blocks along K
-    backward: object         # W [E, N, K], blocks along N
+    """What the GEMMs read of a weight: made per optimizer step, not per micro-batch or token; but
+    that of dgrad, where it is made of the packed copy, is only made when it is read. Kept, it would
+    take twice the bytes of the codes, and decoded four times."""
+    forward: object                  # W [E, N, K], blocks along K
+    second: object                   # W [E, N, K], blocks along N, or a function that makes it
     packed: Quantized | None = None
+
+    @property
+    def backward(self):
+        return self.second() if callable(self.second) else self.second
 
     def rewrite(self, new):
         """Take over the numbers of `new` that are not in this storage already, and keep it."""
-        for mine, given in zip(storage(self.forward, self.backward),
-                               storage(new.forward, new.backward)):
+        for mine, given in zip(self.storage(), new.storage()):
             if mine.data_ptr() != given.data_ptr():
                 mine.copy_(given)
         self.packed = new.packed
+        if callable(new.second):
+            self.second = new.second
         return self
+
+    def storage(self):
+        return storage(*(o for o in (self.forward, self.second) if not callable(o)))
 
 
 def storage(*operands):
@@ -712,14 +720,14 @@ def _two_copies(w, gemms, dtype, again, packed, into):
     outer = b.weight_outer(w, gemms.w) if is_fp4(gemms.w) else None
     first = second = both = {}                          # a GPU's kernels write in place
     if into is not None and b is not REFERENCE:
-        first, second = dict(into=into.forward), dict(into=into.backward)
-        both = dict(into=(into.forward, into.backward))
+        first, second = dict(into=into.forward), dict(into=into.second)
+        both = dict(into=(into.forward, into.second))
     if gemms.source == "copy":
         if packed is None:
             packed, forward = b.quantize_operand(w, gemms.w, outer=outer, dtype=dtype, **first)
         else:
             forward = b.operand(packed, gemms.w, dtype=dtype, **first)
-        backward = b.operand(packed, gemms.back, dtype=dtype, **again, **second)
+        backward = functools.partial(b.operand, packed, gemms.back, dtype=dtype, **again)
     elif gemms.w == gemms.back == "mxfp8" and gemms.rounding == "nearest":
         forward, backward = b.operand_pair(w, "mxfp8", dtype=dtype, **both)
     else:
@@ -742,12 +750,12 @@ def hadamard16(x, seed):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer but for its tensors: how its GEMMs round, the seed of that, and which of "x"
-    and "dy" came over the wire and so hold values of their format already."""
+    """A linear layer but for its tensors: how its GEMMs round, the seed of that, and whether dY came
+    over the wire and so holds values of its format already."""
     weight: Weight
     g: Gemms
     seed: object
-    rounded: tuple = ()
+    rounded: bool = False
 
     def forward(self, x, xq, counts, gated=False):
         """(Y [R, N] of X, what backward reads of X). gated: X is swiglu(x), not yet made."""
@@ -755,8 +763,7 @@ class _Layer:
         if xq is None and g.source == "copy":
             xq, x_row = b.quantize_operand(x, g.x, dtype=x.dtype, **kw)             # [R, K] along K
         else:
-            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype,
-                              rounded="x" in self.rounded, **kw)
+            x_row = b.operand(x if xq is None else xq, g.x, dtype=x.dtype, **kw)
         # Where X is packed, because it came so or the backward pass starts from that copy, nothing
         # else of it is kept.
         kept = (x, None, None, None) if xq is None else (*xq.tensors(), xq.index)
@@ -769,8 +776,8 @@ class _Layer:
             x = Quantized(g.x, *kept[:3], index=kept[3])
         elif gated:
             kw = dict(swiglu=True)
-        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, "dy" in self.rounded,
-                                                   seed, rows, dtype)
+        dy_row, dy_col, x, counts_t = _dy_operands(b, dy, x, g, counts, self.rounded, seed, rows,
+                                                   dtype)
         dx = b.gemm(dy_row, self.weight.backward, counts, turned=True)              # [R, K]
         x_col = b.operand(x, g.back, axis=-2, counts=counts_t, dtype=dtype,         # [R, K] along T
                           rounding=g.rounding, seed=fold(seed, 2), rows=rows, **kw)
@@ -838,15 +845,16 @@ def _dy_operands(b, dy, x, g, counts, rounded, seed, rows, dtype):
             x, filled)
 
 
-def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=(), seed=0, rows=None):
+def grouped_linear(x, w, counts, recipe, *, weight=None, xq=None, rounded=False, seed=0,
+                   rows=None):
     """Y[r] = W[e] X[r] for rows sorted by expert, with the three GEMMs of a recipe.
 
     x [R, K]: each expert's rows start at multiples of 128; counts int32 [E]: its real rows. Padding
     rows are never read as data, their output is zero. w [E, N, K], fp32. recipe: a `Gemms`, or the
     name of a Recipe, whose rule for experts is meant. weight: prepare()d operands of w. xq: x as it
-    came packed over the wire; x then only carries the gradient. rounded: which of "x" and "dy" came
-    over the wire and so hold values of their format already. seed, rows: for stochastic rounding,
-    the logical index [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
+    came packed over the wire; x then only carries the gradient. rounded: dY comes over the wire and
+    so holds values of its format already. seed, rows: for stochastic rounding, the logical index
+    [R] of each row. Differentiable in x and w. Raises ValueError on a bad shape.
     """
     g = gemms_of(recipe, "experts")
     _check_shapes(x.shape, w.shape, counts, rows, g.block)
@@ -873,33 +881,30 @@ def _check_shapes(x, w, counts, rows, block):
 
 def _layer(w, dtype, g, weight, rounded, seed):
     return _Layer(prepare(w, g, fold(seed, 3), dtype) if weight is None else weight, g, seed,
-                  tuple(rounded))
+                  rounded)
 
 
 def _names(x, rows):
     return torch.arange(len(x), dtype=torch.int32, device=x.device) if rows is None else rows
 
 
-def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rounded=(),
+def grouped_mlp(x, w1, w2, counts, recipe, *, weights=(None, None), xq=None, rounded=False,
                 seeds=(0, 1), rows=None):
     """grouped_linear by w2 [E, N, F] of swiglu(h), where h = [gate | up] is grouped_linear by
-    w1 [E, 2F, K] of x. weights, seeds: of both; xq and "x" in rounded: of the first, "dy": of the
-    second."""
+    w1 [E, 2F, K] of x. weights, seeds: of both; xq: of the first, rounded: of the second."""
     g, b = gemms_of(recipe, "experts"), backend_for(x)
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2 or w1.shape[0] != w2.shape[0]:
         raise ValueError(f"w1 {tuple(w1.shape)} and w2 {tuple(w2.shape)} do not fit: "
                          "[E, 2F, K] and [E, N, F]")
-    came, comes = ([name] if name in rounded else [] for name in ("x", "dy"))
     if (b is REFERENCE or g.hadamard or g.dy != "mxfp8"
             or not {g.x, g.back} <= {"mxfp8", "nvfp4"}):
-        h = grouped_linear(x, w1, counts, g, weight=weights[0], xq=xq, rounded=came, seed=seeds[0],
-                           rows=rows)
-        return grouped_linear(b.swiglu(h), w2, counts, g, weight=weights[1], rounded=comes,
+        h = grouped_linear(x, w1, counts, g, weight=weights[0], xq=xq, seed=seeds[0], rows=rows)
+        return grouped_linear(b.swiglu(h), w2, counts, g, weight=weights[1], rounded=rounded,
                               seed=seeds[1], rows=rows)
     _check_shapes(x.shape, w1.shape, counts, rows, g.block)
     _check_shapes((len(x), w1.shape[1] // 2), w2.shape, counts, rows, g.block)
-    first = _layer(w1, x.dtype, g, weights[0], came, seeds[0])
-    second = _layer(w2, x.dtype, g, weights[1], comes, seeds[1])
+    first = _layer(w1, x.dtype, g, weights[0], False, seeds[0])
+    second = _layer(w2, x.dtype, g, weights[1], rounded, seeds[1])
     return _MLP.apply(x, w1, w2, first, second, xq, counts, _names(x, rows))
 
 

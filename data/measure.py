@@ -124,7 +124,7 @@ def tile_error(place, seeds=5, size=1024):
 def saved_bytes(model, rows):
     """Bytes that autograd keeps between forward and backward, each storage once; not weights."""
     mine = [model.parameters(), model.buffers()] + [
-        quant.storage(w.forward, w.backward) for layer in model.operands for w in layer.values()]
+        w.storage() for layer in model.operands for w in layer.values()]
     skip = {t.untyped_storage().data_ptr() for ts in mine for t in ts}
     seen = {}
 

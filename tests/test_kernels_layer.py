@@ -153,15 +153,6 @@ def test_copies_are_summed_and_their_gradient_sent_back(wire, D, k):
 
 
 @runs_kernels
-@pytest.mark.parametrize("fmt", ["bf16", "mxfp8"])
-def test_rounded_rows(fmt):
-    torch.manual_seed(0)
-    x, index = torch.randn(40, 96).bfloat16(), torch.randint(40, (70,))
-    got = kernels.rounded_rows(x.to(DEVICE), index.to(DEVICE), fmt)
-    assert torch.equal(got.cpu(), moe_comm.rounded_rows(x, index, fmt))
-
-
-@runs_kernels
 @pytest.mark.parametrize("clip", [0.3, 1e9])
 def test_clipped_step(clip):
     torch.manual_seed(0)

@@ -321,9 +321,9 @@ def test_operands_of_weights_are_written_in_place(recipe, native, monkeypatch):
     monkeypatch.setattr(quant, "backend_for", lambda w: ours)
     one, two = (torch.randn(2, 64, 96, device=DEVICE) for _ in range(2))
     weight = quant.prepare(one, recipe, 3)
-    where = [t.data_ptr() for t in quant.storage(weight.forward, weight.backward)]
+    where = [t.data_ptr() for t in weight.storage()]
     again, fresh = quant.prepare(two, recipe, 4, into=weight), quant.prepare(two, recipe, 4)
-    assert [t.data_ptr() for t in quant.storage(again.forward, again.backward)] == where
+    assert [t.data_ptr() for t in again.storage()] == where
     for got, want in zip(quant.storage(again.forward, again.backward),
                          quant.storage(fresh.forward, fresh.backward), strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

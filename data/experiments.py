@@ -1,7 +1,7 @@
 """The experiments behind the claims: what is compared, the runs, and the tables drawn from them.
 
     python data/experiments.py NAME ... [--device cuda] [--jobs 3] [--seeds 0 1 2] [--data PATH]
-    python data/experiments.py NAME ... --table
+    python data/experiments.py NAME ... --table         # of every size that has logs
 
 An experiment is a few arms that differ in one thing, each run with the same seeds: a seed fixes the
 initial weights and the order of the data, so differences are taken pair by pair. A finished run is
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -65,11 +65,21 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """arms: name -> Arm; each is compared with the first of its budget. metric: see result()."""
+    """arms: name -> Arm; each is compared with the first of its budget. also: further pairs to
+    compare, (arm, reference). metric: see result()."""
     claim: str
     arms: dict
     seeds: tuple = (0, 1, 2)
     metric: str = "bpb"
+    also: tuple = ()
+
+    def comparisons(self):
+        """(arm, reference) of all differences that are taken."""
+        for arm, a in self.arms.items():
+            first = next(n for n, b in self.arms.items() if b.budget == a.budget)
+            if arm != first:
+                yield arm, first
+        yield from self.also
 
 
 def recipes(*names, budget=1.0, **flags):
@@ -78,31 +88,32 @@ def recipes(*names, budget=1.0, **flags):
 
 # Budgets at which mxfp8's loss is known, so that it is a function of compute, and how many of the
 # seeds run there: long runs are dear.
-SEEDS = {0.25: 10, 0.5: 10, 1: 8, 2: 2}
+SEEDS = {0.25: 10, 0.5: 10, 1: 12, 2: 2}
 
 
 def budgets(*pairs):
     return {f"{p}-x{b:g}": Arm(p, b, seeds=SEEDS[b]) for p, b in pairs}
 
 
-def ablation(claim, *names, **flags):
+def ablation(claim, *names, also=(), **flags):
     """At a quarter of the budget: the shorter a pair of runs, the less they differ by chance, and
     the more of them can be made."""
-    return Experiment(claim, recipes(*names, budget=0.25, **flags), seeds=tuple(range(6)))
+    return Experiment(claim, recipes(*names, budget=0.25, **flags), tuple(range(6)), also=also)
 
 
 EXPERIMENTS = {
     "convergence": Experiment("MXFP8 converges as BF16", recipes("bf16", "mxfp8"),
-                              seeds=tuple(range(4))),
+                              seeds=tuple(range(12))),
     "efficiency": Experiment("an NVFP4 forward in the experts costs about 2 % of the compute",
                              budgets(*((p, b) for b in SEEDS for p in ("mxfp8", "nvfp4")
-                                       if (p, b) != ("nvfp4", 2))), seeds=tuple(range(10))),
+                                       if (p, b) != ("nvfp4", 2))), seeds=tuple(range(12))),
     "more-fp4": ablation("4 bits in the backward pass, or in every layer, hurt more",
-                         "mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all"),
+                         "mxfp8", "nvfp4", "nvfp4-fp4", "nvfp4-all",
+                         also=(("nvfp4-fp4", "nvfp4"), ("nvfp4-all", "nvfp4"))),
     # With top-2, one shared expert and 5 of 6 layers in 4 bits, both arms have the same operations
     # there: 5 * 2 * 3DF in routed experts, 6 * (2DD + 3DF) in q, o and shared experts; D = F.
     "layers": ablation("experts bear 4 bits better than other layers",
-                       "mxfp8", "nvfp4", "nvfp4-dense", top_k=2),
+                       "mxfp8", "nvfp4", "nvfp4-dense", also=(("nvfp4-dense", "nvfp4"),), top_k=2),
     "backward": ablation("a second copy rounded to nearest drifts, a stochastic one does not",
                          "nvfp4", "nvfp4-nearest", "nvfp4-original", "nvfp4-independent"),
     "tiles": ablation("16x16 tiles of weights are too coarse", "nvfp4", "nvfp4-tile"),
@@ -115,7 +126,7 @@ EXPERIMENTS = {
     "calibration": ablation("a 4-bit copy needs no calibration", "bf16", "nvfp4"),
     "rl": Experiment("NVFP4 earns the reward of MXFP8 in RL",
                      {p: Arm(p, first="mxfp8") for p in ("mxfp8", "nvfp4", "nvfp4-tensor")},
-                     seeds=(0, 1, 2, 3, 4), metric="reward"),
+                     seeds=tuple(range(16)), metric="reward", also=(("nvfp4-tensor", "nvfp4"),)),
 }
 
 
@@ -146,10 +157,12 @@ class Place:
     def device(self):
         return self.devices[0]
 
+    def folder(self, name):
+        """Where logs of a name are kept; a size other than the GPU's has its own folder."""
+        return self.runs / (name if self.size == "gpu" else f"{name}-{self.size}")
+
     def log(self, name, arm, seed):
-        """The kept log of a run; a size other than the GPU's has its own folder."""
-        folder = name if self.size == "gpu" else f"{name}-{self.size}"
-        return self.runs / folder / f"{arm}-seed{seed}.jsonl"
+        return self.folder(name) / f"{arm}-seed{seed}.jsonl"
 
     def find(self, name, arm, seed):
         """(experiment, arm) under which this run, or an equal one, is kept; None if it is not. What
@@ -334,6 +347,20 @@ def kept(place, name, arm):
     return {seed: place.log(*key, seed) for seed, key in keys.items() if key}
 
 
+def results(place, name):
+    """arm -> {seed: figure} of an experiment's kept runs."""
+    e = EXPERIMENTS[name]
+    return {arm: {seed: result(log, e.metric) for seed, log in kept(place, name, arm).items()}
+            for arm in e.arms}
+
+
+def sizes_kept(place, name):
+    """The sizes at which something of that name is kept. Each experiment has runs of its own."""
+    folders = {size: replace(place, size=size).folder(name) for size in SIZES}
+    return [size for size, folder in folders.items()
+            if folder.exists() or folder.with_suffix(".jsonl").exists()]
+
+
 def paired(a, b):
     """b - a for the seeds that both have."""
     return [b[s] - a[s] for s in sorted(a.keys() & b.keys())]
@@ -346,47 +373,52 @@ def log_figures(found, arms, baseline):
 
 
 def slopes(found, arms):
-    """budget -> (d log figure / d log compute of the baseline, standard error), seed by seed: from
-    the budget below to that one, since what reaches a worse figure is less compute; for the lowest,
-    from it to the next."""
+    """budget -> (d log figure / d log compute of the baseline, half of its 95 % interval), seed by
+    seed: from the budget below to that one, since what reaches a worse figure is less compute; for
+    the lowest, from it to the next."""
     base = log_figures(found, arms, baseline=True)
-    b, rise = sorted(base), []
-    for low, high in zip(b, b[1:]):
-        values = [d / math.log(high / low) for d in paired(base[low], base[high])]
-        n = len(values)
-        rise.append((statistics.fmean(values),
-                     statistics.stdev(values) / math.sqrt(n) if n > 1 else math.inf))
+    b = sorted(base)
+    rise = [interval([d / math.log(high / low) for d in paired(base[low], base[high])])
+            for low, high in zip(b, b[1:])]
     return dict(zip(b, rise[:1] + rise))
 
 
 def compute_lost(found, arms):
     """budget -> (share of the compute that the baseline does without at the other recipe's loss,
     half of its 95 % interval, pairs). At equal compute the losses differ by d log L, worth
-    d log L / slope of log C; the errors of both are in the interval (to first order)."""
+    d log L / slope of log C; both have few pairs, and each enters with the t of its own."""
     base, other = (log_figures(found, arms, baseline) for baseline in (True, False))
     slope, lost = slopes(found, arms), {}
     for c in sorted(other):
         if d := paired(base[c], other[c]):
-            (mean, half), (b, error) = interval(d), slope[c]
-            lost[c] = (1 - math.exp(mean / b),
-                       math.hypot(half / b, 1.96 * error * mean / b ** 2), len(d))
+            (mean, half), (b, half_b) = interval(d), slope[c]
+            lost[c] = (1 - math.exp(mean / b), math.hypot(half / b, half_b * mean / b ** 2), len(d))
     return lost
 
 
-def lines_of_table(found, arms):
-    """One line for each arm: mean, spread, n, and the paired difference from the first arm of its
-    budget."""
-    for arm in arms:
-        first = next(n for n, a in arms.items() if a.budget == arms[arm].budget)
-        values = list(found[arm].values())
-        if not values:
-            yield f"| {arm} | not measured | | 0 | |"
-            continue
-        spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
-        d = paired(found[first], found[arm]) if arm != first else []
-        mean, half = interval(d) if d else (0, 0)
-        yield (f"| {arm} | {statistics.fmean(values):.4f} | {spread} | {len(values)} | "
-               + (f"{mean:+.4f} +- {half:.4f} (n {len(d)})" if d else "") + " |")
+HEADER = """\
+| arm | mean | spread | minus | its mean | difference, 95 % interval | n |
+|---|---|---|---|---|---|---|"""
+NOTE = "n: seeds. In a row with a difference, all is over the n seeds that its two arms share."
+
+
+def lines_of_table(found, experiment):
+    """A row for each arm that is compared with none, over all of its seeds, and one for each
+    comparison, over the seeds that both arms have: so that no row contradicts itself."""
+    pairs = list(experiment.comparisons())
+    for arm, other in [(arm, "") for arm in experiment.arms if arm not in dict(pairs)] + pairs:
+        mine, its = found[arm], found[other or arm]
+        seeds = sorted(mine.keys() & its.keys())
+        cells = [arm, "not measured", "", other, "", "", "0"]
+        if seeds:
+            (m, half), values = interval(paired(its, mine)), [mine[s] for s in seeds]
+            cells[1] = f"{statistics.fmean(values):.4f}"
+            cells[2] = f"{statistics.stdev(values):.4f}" if len(seeds) > 1 else ""
+            if other:
+                cells[4] = f"{statistics.fmean(its[s] for s in seeds):.4f}"
+                cells[5] = f"{m:+.4f} +- {half:.4f}"
+            cells[6] = str(len(seeds))
+        yield f"| {' | '.join(cells)} |"
 
 
 def rl_lines(logs):
@@ -408,7 +440,7 @@ def table(place, name):
     logs = {arm: kept(place, name, arm) for arm in e.arms}
     if not any(logs.values()):
         return print(f"{name}: {e.claim}: not measured")
-    found = {arm: {s: result(p, e.metric) for s, p in logs[arm].items()} for arm in e.arms}
+    found = results(place, name)
     heads = [read_log(log)[0] for runs in logs.values() for log in runs.values()]
     if len({head.get("corpus_sha256") for head in heads}) > 1:
         raise Unusable(f"{name}: its kept runs are on different texts, of which no differences can "
@@ -419,18 +451,17 @@ def table(place, name):
     print(f"**{e.claim}** ({unit}; {head['device_name']}, torch {head['torch']}, Python "
           f"{head['python']}; {head['parameters']:,} parameters, {head['active']:,} active; text "
           f"{head['corpus']}, bigram {head['bigram_bpb']:.3f})\n")
-    print("| arm | mean | spread | n | minus the first, 95 % interval |\n|---|---|---|---|---|")
-    print("\n".join(lines_of_table(found, e.arms)))
+    print("\n".join((HEADER, *lines_of_table(found, e))) + f"\n\n{NOTE}")
     if name == "efficiency" and all(found.values()):
         slope = slopes(found, e.arms)
         print("\n| budget | slope of log loss | compute lost, 95 % interval | n |\n"
               + 4 * "|---" + "|")
         for c, (mean, half, n) in compute_lost(found, e.arms).items():
-            print(f"| {c} | {slope[c][0]:.4f} (se {slope[c][1]:.4f}) | {mean:.2%} +- {half:.2%} | "
-                  f"{n} |")
+            print("| {} | {:.4f} +- {:.4f} | {:.2%} +- {:.2%} | {} |".format(
+                c, *slope[c], mean, half, n))
     if e.metric == "reward":
         print("\n" + "\n".join(rl_lines(logs)))
-    print(f"\n`{head['command']}`")
+    print(f"\n`{head['command']}`\n")
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -449,14 +480,14 @@ def main(argv=None):
     from data import measure
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("name", nargs="+", choices=[*EXPERIMENTS, *measure.MEASUREMENTS])
-    p.add_argument("--device", nargs="+", default=["cpu"])
+    p.add_argument("--device", nargs="+", help="default: cpu")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time on each device")
     p.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
     p.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     p.add_argument("--data", default="", help="as in train.py")
     p.add_argument("--runs", type=Path, default=HERE / "runs",
                    help="where logs are kept; a new folder makes all runs anew, in it")
-    p.add_argument("--size", choices=SIZES, help="gpu on a GPU, else cpu")
+    p.add_argument("--size", choices=SIZES, help="gpu on a GPU, else cpu; of tables, all")
     p.add_argument("--smoke", action="store_true", help="a minute on a CPU; logs go to out/")
     p.add_argument("--table", action="store_true", help="print the kept results, run nothing")
     args = p.parse_args(argv)
@@ -464,8 +495,10 @@ def main(argv=None):
         p.error(f"--jobs {args.jobs}: must be at least 1")
     if not all(0 <= seed < 100 for seed in args.seeds or ()):
         p.error(f"--seeds {' '.join(map(str, args.seeds))}: must be 0 to 99")
-    size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in args.device[0] else "cpu")
-    place = Place(size, tuple(args.device), None if args.table else args.data, runs=args.runs)
+    all_sizes = args.table and not (args.smoke or args.size or args.device)
+    devices = tuple(args.device or ["cpu"])
+    size = "smoke" if args.smoke else args.size or ("gpu" if "cuda" in devices[0] else "cpu")
+    place = Place(size, devices, None if args.table else args.data, runs=args.runs)
     if args.runs != HERE / "runs":
         place.work = args.runs / "work"
     elif args.smoke:
@@ -477,10 +510,11 @@ def main(argv=None):
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs end too
             failed = run(place, names, args.seeds or (0, 1) * args.smoke, args.jobs, args.minutes)
         for name in args.name:
-            if name in names:
-                table(place, name)
-            else:
-                measure.main(name, place, args.table)
+            for size in all_sizes and sizes_kept(place, name) or [place.size]:
+                if name in names:
+                    table(replace(place, size=size), name)
+                else:
+                    measure.main(name, replace(place, size=size), args.table)
     except (Unusable, train.Refused) as fault:
         print(f"experiments.py: {fault}", file=sys.stderr)
         return 2

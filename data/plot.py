@@ -11,6 +11,7 @@ highest. Published runs are those in data/runs; of these, the ones of the same s
 drawn beside yours. (A run's folder with the name of a picture, block, is ./block here.)
 """
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -290,10 +291,19 @@ def limits(curves, metric):
     return (0 if first < 0.2 * last else first, max(last, first + 1)), (low - air, high + air)
 
 
+def numbered(labels):
+    """A number for each label, from which its colour follows: the same in every picture for the
+    three precisions, and another for what stands beside them."""
+    fixed = [name for name in ("bf16", "mxfp8", "nvfp4") if name in labels]
+    free = itertools.count(3 if fixed else 0)
+    return [("bf16", "mxfp8", "nvfp4").index(label) if label in fixed else next(free)
+            for label in labels]
+
+
 def panel(named, metric, left, width, height):
     """One metric of all groups: its parts, and the pixels that its labels need."""
     drawn = [(label, i, *map(thinned, mean_and_band(group, metric)))
-             for i, (label, group) in enumerate(named)]
+             for i, (label, group) in zip(numbered([label for label, _ in named]), named)]
     drawn = [d for d in drawn if d[2]]
     if not drawn:
         raise Refused(f"none of the runs has {metric.field} in stage {metric.stage} at a step that "
@@ -301,9 +311,10 @@ def panel(named, metric, left, width, height):
     axes = Axes(left, 40, width, height, *limits([d[2:] for d in drawn], metric))
     parts = axes.frame(metric.title, "RL step" if metric.stage == "rl" else "pretraining step")
     parts += [axes.band(band, 1 + i % COLOURS) for _, i, _, band in drawn if band]
-    for _, i, mean, _ in drawn:
+    published = {label: group[0].published for label, group in named}
+    for label, i, mean, _ in drawn:
         parts.append(axes.curve(mean, 1 + i % COLOURS, "5 3" if i >= COLOURS else "",
-                                1.6 if named[i][1][0].published else 2.4))
+                                1.6 if published[label] else 2.4))
     labels = [(label, mean[-1], 1 + i % COLOURS) for label, i, mean, _ in drawn]
     return (parts + axes.end_labels(labels),
             20 + CHARACTER * max(len(label) for label, _, _ in labels))
@@ -400,8 +411,7 @@ def compute_picture():
     from data import experiments
     place, arms = experiments.Place("gpu", data=None), experiments.EXPERIMENTS["efficiency"].arms
     try:
-        found = {n: {s: experiments.result(log, "bpb")
-                     for s, log in experiments.kept(place, "efficiency", n).items()} for n in arms}
+        found = experiments.results(place, "efficiency")
     except experiments.Unusable as fault:
         raise Refused(str(fault)) from None
     found = {n: runs for n, runs in found.items() if runs}

@@ -234,7 +234,8 @@ def test_the_error_of_the_slope_is_in_the_interval():
     found["n"] = {s: v * 1.01 for s, v in found["m2"].items()}        # no error of its own
     mean, half, n = experiments.compute_lost(found, arms)[2]
     assert mean == pytest.approx(1 - 1.01 ** -5) and n == 2           # slope -.2 with error .1
-    assert half == pytest.approx(1.96 * 0.1 * math.log(1.01) / 0.2 ** 2)
+    t = experiments.T95[0]                              # two pairs of runs give the slope
+    assert half == pytest.approx(t * 0.1 * math.log(1.01) / 0.2 ** 2)
 
 
 def test_runs_on_different_texts_are_not_compared(stub, place, capsys):
@@ -251,12 +252,21 @@ def test_runs_on_different_texts_are_not_compared(stub, place, capsys):
         place.find("convergence", "mxfp8", 0)
 
 
-def test_a_table_says_what_was_not_measured():
-    arms = dict(a=Arm("bf16"), b=Arm("mxfp8"), c=Arm("nvfp4"))
-    lines = list(experiments.lines_of_table({"a": {0: 1.0, 1: 2.0, 2: 4.0}, "c": {},
-                                             "b": {0: 1.1, 1: 2.3, 2: 4.2}}, arms))
-    assert lines[1] == "| b | 2.5333 | 1.5631 | 3 | +0.2000 +- 0.2484 (n 3) |"
-    assert "not measured" in lines[2]
+def test_a_row_is_over_the_seeds_of_both_arms_and_says_what_was_not_measured():
+    e = Experiment("", dict(a=Arm("bf16"), b=Arm("mxfp8"), c=Arm("nvfp4")), also=(("b", "c"),))
+    found = {"a": {0: 1.0, 1: 2.0, 2: 4.0, 3: 9.0}, "b": {0: 1.1, 1: 2.3, 2: 4.2, 4: 0.0}, "c": {}}
+    assert list(experiments.lines_of_table(found, e)) == [
+        "| a | 4.0000 | 3.5590 |  |  |  | 4 |",
+        "| b | 2.5333 | 1.5631 | a | 2.3333 | +0.2000 +- 0.2484 | 3 |",
+        "| c | not measured |  | a |  |  | 0 |", "| b | not measured |  | c |  |  | 0 |"]
+    found["c"] = {0: 1.0, 4: -0.1}
+    assert list(experiments.lines_of_table(found, e))[-1].startswith("| b | 0.5500 | 0.7778 | c |")
+
+
+def test_pairs_that_are_compared_are_arms():
+    for e in EXPERIMENTS.values():
+        assert {arm for pair in e.comparisons() for arm in pair} <= e.arms.keys()
+    assert list(EXPERIMENTS["layers"].comparisons())[-1] == ("nvfp4-dense", "nvfp4")
 
 
 # ------------------------------------------------------------------------------ direct measurements
@@ -313,6 +323,18 @@ def test_rounding_after_training_is_not_exporting(place, monkeypatch):
     last = json.loads((place.out("calibration", "nvfp4", 0) / "log.jsonl").read_text()
                       .splitlines()[-1])
     assert row["trained"] == pytest.approx(last["bpb"], abs=1e-5)
+
+
+def test_a_table_is_of_every_size_that_is_kept_unless_one_is_named(capsys):
+    def shown(*args):
+        assert experiments.main([*args, "--table"]) == 0
+        out = capsys.readouterr().out
+        return [word for word in ("H200", "x86_64", "not measured") if word in out]
+    assert shown("calibration") == ["H200", "x86_64"] and shown("memory") == ["x86_64"]
+    assert shown("calibration", "--size", "gpu") == ["H200"]
+    assert shown("calibration", "--device", "cuda") == ["H200"]
+    assert shown("calibration", "--device", "cpu") == ["x86_64"]
+    assert shown("layers") == ["H200"] and shown("layers", "--size", "cpu") == ["not measured"]
 
 
 def test_the_command_line(place, capsys, monkeypatch):

@@ -15,7 +15,7 @@ RUNS = sorted((ROOT / "data" / "runs").glob("cpu-tiny-*.jsonl"))
 H200 = [run for pattern in ("convergence/bf16-*", "efficiency/mxfp8-x1-*", "efficiency/nvfp4-x1-*")
         for run in sorted((ROOT / "data" / "runs").glob(pattern))]
 RL = [run for arm in ("mxfp8", "nvfp4", "nvfp4-tensor")
-      for run in sorted((ROOT / "data" / "runs" / "rl-cpu").glob(f"{arm}-seed*"))]
+      for run in sorted((ROOT / "data" / "runs" / "rl").glob(f"{arm}-seed*"))]
 
 
 def luminance(colour):
@@ -132,3 +132,9 @@ def test_logs_in_the_tree_are_named_after_what_they_hold():
     for file in RUNS:
         config = json.loads(file.read_text().split("\n", 1)[0])["config"]
         assert file.stem == f"cpu-tiny-{config['precision']}-seed{config['seed']}"
+
+
+def test_a_precision_has_one_colour_in_every_picture():
+    assert plot.numbered(["bf16", "mxfp8", "nvfp4"]) == [0, 1, 2]
+    assert plot.numbered(["mxfp8", "mine: nvfp4", "nvfp4", "nvfp4-tensor"]) == [1, 3, 2, 4]
+    assert plot.numbered(["mine", "yours"]) == [0, 1]

@@ -70,27 +70,52 @@ def up_to_date(text):
                   lambda m: m[1] + "".join(example_rows()), text)
 
 
-def kept_differences():
-    """(experiment, arm, mean of the paired differences with its 95 % interval as the README writes
-    it, +.0063 (+-.0013)) of the runs at GPU size that are kept."""
-    place = experiments.Place("gpu", data=None)
-    for name, e in experiments.EXPERIMENTS.items():
-        found = {arm: {seed: experiments.result(log, e.metric)
-                       for seed, log in experiments.kept(place, name, arm).items()}
-                 for arm in e.arms}
-        for arm, a in e.arms.items():
-            first = next(n for n, b in e.arms.items() if b.budget == a.budget)
-            d = experiments.paired(found[first], found[arm])
-            if arm != first and d:
-                mean, half = experiments.interval(d)
-                yield name, arm, f"{mean:+.4f} (+-{half:.4f})".replace("0.", ".")
+DIFFERENCE, SHARE = r"[+-]\.\d{4} \(\+-\.\d{4}\)", r"[\d.]+ % \(\+-[\d.]+\)"
+
+
+def short(figure):
+    """+0.0063 as the README writes it, +.0063."""
+    return re.sub(r"\b0\.", ".", figure)
+
+
+def differences(place, name):
+    """(+.0063 (+-.0013), pairs) of each comparison of an experiment whose runs are kept."""
+    found = experiments.results(place, name)
+    for arm, other in experiments.EXPERIMENTS[name].comparisons():
+        if d := experiments.paired(found[other], found[arm]):
+            yield short("{:+.4f} (+-{:.4f})".format(*experiments.interval(d))), str(len(d))
+
+
+def claims(size):
+    """NAMES -> (what is seen, pairs) in the table of claims of a size; rows of a NAME joined."""
+    section = README.read_text().split("\n## Claims, measured")[1].split("\n## ")[0]
+    gpu, cpu = section.split("**On a CPU**")
+    found = {}
+    table = gpu if size == "gpu" else cpu
+    for cell, seen, pairs in re.findall(r"^\|.+\|(.+)\|(.+)\|(.*)\|$", table, re.M):
+        names = tuple(re.findall(r"`([\w-]+)`", cell))
+        found[names] = found.get(names, ("",))[0] + seen, pairs
+    return {names: row for names, row in found.items()
+            if names and {*names} <= {*experiments.EXPERIMENTS}}
 
 
 # -------------------------------------------------------------------------------------------- tests
-def test_the_claims_on_an_h200_are_those_of_the_logs():
-    text, found = README.read_text(), list(kept_differences())
-    assert {name for name, _, _ in found} == {*experiments.EXPERIMENTS} - {"rl"}
-    assert [f for f in found if f[2] not in text] == []
+@pytest.mark.parametrize("size", ["gpu", "cpu"])
+def test_a_row_of_the_claims_has_the_differences_of_its_logs_in_their_order(size):
+    place, rows = experiments.Place(size, data=None), claims(size)
+    assert {name for names in rows for name in names} == {
+        name for name in experiments.EXPERIMENTS if size in experiments.sizes_kept(place, name)}
+    for names, (seen, pairs) in rows.items():
+        figures, counts = zip(*(d for name in names for d in differences(place, name)))
+        assert re.findall(DIFFERENCE, seen) == [*figures], names
+        assert re.findall(r"\d+", pairs) == [*dict.fromkeys(counts)], names
+
+
+def test_the_shares_of_the_compute_are_those_of_the_logs():
+    found = experiments.results(experiments.Place("gpu", data=None), "efficiency")
+    lost = experiments.compute_lost(found, experiments.EXPERIMENTS["efficiency"].arms)
+    assert re.findall(SHARE, claims("gpu")["efficiency",][0]) == [
+        short(f"{100 * mean:.1f} % (+-{100 * half:.1f})") for mean, half, _ in lost.values()]
 
 
 def test_counts_results_and_the_worked_example_are_those_of_the_tree():

@@ -750,8 +750,8 @@ def hadamard16(x, seed):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer but for its tensors: how its GEMMs round, the seed of that, and whether dY came
-    over the wire and so holds values of its format already."""
+    """A linear layer but for its tensors: how its GEMMs round, the seed of that, and whether dY
+    comes over the wire and so holds values of its format already."""
     weight: Weight
     g: Gemms
     seed: object

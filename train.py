@@ -62,7 +62,7 @@ class Config:
     data: str = opt("", "text file, folder, prepared folder or enwik8; "
                         "default: Python's own library")
     out: str = opt("out", "folder of the run: log.jsonl and checkpoints")
-    resume: bool = opt(False, "go on from the last checkpoint in --out")
+    resume: bool = opt(False, "go on from the last checkpoint in --out, with its settings")
     init_from: str = opt("", "start from the weights of another run's folder, "
                              "or of an exported one")
     seed: int = opt(0, "seed of everything")
@@ -142,11 +142,13 @@ PRESETS = {
                  save_every=1000, rl_lr=5e-5),
 }
 # A run that goes on may change these; everything else is what its checkpoint says.
-FREE = {"stage", "out", "resume", "device", "backend", "threads", "steps", "rl_steps", "log_every",
-        "eval_every", "rl_eval_every", "eval_rows", "eval_problems", "save_every", "micro_batch",
-        "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k", "export_format", "ep"}
+FREE = {"stage", "data", "out", "resume", "device", "backend", "threads", "steps", "rl_steps",
+        "log_every", "eval_every", "rl_eval_every", "eval_rows", "eval_problems", "save_every",
+        "micro_batch", "rl_micro_batch", "prompt", "new", "temperature", "sample_top_k",
+        "export_format", "ep"}
 LOOKING = ("eval", "sample", "export")  # stages that change no weight
-FREE_TO_LOOK = FREE | {"seed", "data", "task"}      # ... and may change these too
+FREE_TO_LOOK = FREE | {"seed", "task"}      # ... and may change these too
+GATE_PROBLEMS = 256                     # in a measurement of the gate: it decides about the run
 PRETRAIN, RL, EVAL = 1, 2, 3            # labels that keep the seeds of the stages apart
 
 
@@ -175,10 +177,10 @@ class Run:
             self.corpus = load_corpus(cfg.data or None)
         self.model = model or GPT(cfg.model(), cfg.precision, cfg.seed, self.mesh).to(device)
         self.opt = None
-        step = functools.partial(pretrain_update, self)
-        alone = device.type == "cuda" and self.mesh.world == 1
-        self.pretrain_update = quant.Captured(step) if alone else step
-        self.at = dict(stage="pretrain", step=0, done=False, passed=None)
+        self.pretrain_update = quant.captured(functools.partial(pretrain_update, self), device,
+                                              waits=self.mesh.world > 1)
+        self.at = dict(stage="pretrain", step=0, done=False, passed=None,
+                       text_steps=text_steps(cfg))
         self.rows, self.stop, self.log = [], False, None
 
     def begin(self, stage, step):
@@ -320,6 +322,11 @@ def to_device(run, rows):
 
 
 # -------------------------------------------------------------------------------------- pretraining
+def text_steps(cfg):
+    """Steps on text alone; a run keeps its number when it goes on with other --steps."""
+    return max(1, round(min(1, cfg.text_share) * cfg.steps))
+
+
 def pretrain_lr(cfg, step, text_steps):
     """Warmup, a cosine to mix_lr * lr over the text phase, then a line to a tenth of that."""
     if step < cfg.warmup:
@@ -384,17 +391,23 @@ def pretrain_step(run, step, mixed, lr):
 def pretrain(run):
     """Text until the loss is low, then half text, half task until the pass rate is `gate`."""
     cfg, at = run.cfg, run.at
-    text_steps = cfg.steps if cfg.text_share >= 1 else max(1, round(cfg.text_share * cfg.steps))
-    clock = Clock(run, cfg.batch * cfg.seq_len)
+    text = cfg.steps if cfg.text_share >= 1 else at["text_steps"]
+    clock, gate_seconds = Clock(run, cfg.batch * cfg.seq_len), 0.0
     bar = run.bar(cfg.steps, "pretrain")
-    while at["step"] < cfg.steps and not at["done"]:
-        step, mixed = at["step"], at["step"] >= text_steps
-        stats = pretrain_step(run, step, mixed, lr := pretrain_lr(cfg, step, text_steps))
+    if at["step"] >= cfg.steps and not at["done"]:      # resumed with no more --steps than it made
+        at["done"] = True
+        evaluate(run, "pretrain", at["step"], final=True)
+    while not at["done"]:
+        step, mixed = at["step"], at["step"] >= text
+        stats = pretrain_step(run, step, mixed, lr := pretrain_lr(cfg, step, text))
         at["step"] = step = step + 1
         bar.update()
-        if mixed and (step - text_steps) % cfg.gate_every == 0:
+        if mixed and (step - text) % cfg.gate_every == 0:
             # On problems of the training split: when to stop must not depend on held-out ones.
-            at["passed"] = pass_rate(run, step, cfg.eval_problems // 2, split="train")
+            start = time.perf_counter()
+            with clock.paused():
+                at["passed"] = pass_rate(run, step, GATE_PROBLEMS, split="train")
+            gate_seconds += time.perf_counter() - start
             at["done"] = at["passed"] >= cfg.gate
         at["done"] |= step == cfg.steps
         report, due = (step % n == 0 or at["done"] for n in (cfg.log_every, cfg.save_every))
@@ -403,11 +416,12 @@ def pretrain(run):
         if report:
             row = {k: float(v) for k, v in stats.items() if v is not None}
             run.write(stage="pretrain", step=step, phase="mix" if mixed else "text", lr=lr, **row,
-                      gate=at["passed"], **clock.lap(step))
+                      gate=at["passed"], eval_seconds=gate_seconds or None, **clock.lap(step))
+            gate_seconds = 0.0
             bar.set_postfix_str(f"loss {row['loss']:.3f}")
         if step % cfg.eval_every == 0 or at["done"]:
-            evaluate(run, "pretrain", step, final=at["done"])
-            clock.skip()
+            with clock.paused():
+                evaluate(run, "pretrain", step, final=at["done"])
         if not settle(run, due):
             break
     bar.close()
@@ -424,8 +438,12 @@ def rollout(run, step):
     problems = problems.repeat(cfg.group, 0)[ids]
     seed = quant.fold(cfg.seed, RL, step)
     prompts = to_device(run, problems)
-    answers, logp, mask = run.model.generate(prompts, task.answer_len, stop=NEWLINE, seed=seed,
-                                             ids=torch.from_numpy(ids))
+    parts = [run.model.generate(prompts[s], task.answer_len, stop=NEWLINE, seed=seed,
+                                ids=torch.from_numpy(ids[s]))
+             for s in pieces(len(ids), cfg.rl_micro_batch)]
+    width = max(part[0].shape[1] for part in parts)     # on a CPU a piece ends with its last answer
+    answers, logp, mask = (torch.cat([F.pad(t, (0, width - t.shape[1])) for t in column])
+                           for column in zip(*parts))
     rewards = task.rewards(problems, answers.cpu().numpy().astype(np.uint8))
     return prompts, answers, logp, mask, torch.from_numpy(rewards).to(run.device)
 
@@ -488,7 +506,8 @@ def rl_step(run, step, lr):
     if not bool(advantage.any()):
         # No signal. A step would still move the weights, by Adam's momentum and the text loss.
         with torch.no_grad():
-            seen = [policy_terms(run.model, prompts, answers)]
+            seen = [policy_terms(run.model, prompts[s], answers[s])
+                    for s in pieces(len(prompts), cfg.rl_micro_batch)]
         loss = norm = torch.zeros(())
     else:
         set_lr(run, lr)
@@ -516,8 +535,8 @@ def reinforce(run):
     clock = Clock(run, tokens)
     bar, apart = run.bar(cfg.rl_steps, "rl"), False
     if at["step"] == 0:
-        evaluate(run, "rl", 0, final=True)
-        clock.skip()
+        with clock.paused():
+            evaluate(run, "rl", 0, final=True)
     while at["step"] < cfg.rl_steps:
         step = at["step"]
         lr = cfg.rl_lr * min(1, (step + 1) / cfg.rl_warmup) * (1 - step / cfg.rl_steps)
@@ -533,8 +552,8 @@ def reinforce(run):
         run.write(stage="rl", step=step, lr=lr, **stats, **clock.lap(step))
         bar.set_postfix_str(f"reward {stats['reward']:.2f}")
         if step % cfg.rl_eval_every == 0 or at["done"]:
-            evaluate(run, "rl", step, final=at["done"])
-            clock.skip()
+            with clock.paused():
+                evaluate(run, "rl", step, final=at["done"])
         if not settle(run, step % cfg.save_every == 0 or at["done"]):
             break
     bar.close()
@@ -620,7 +639,8 @@ def show_answers(run, problems, answers, rewards):
 
 
 class Clock:
-    """Speed since the last lap: tokens/s, share of the peak, peak memory, seconds."""
+    """Speed since the last lap: tokens/s, share of the peak, peak memory, seconds. Evaluations in
+    between are left out."""
     PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2.25e15,
             "GB200": 2.5e15, "B300": 2.25e15, "GB300": 2.5e15}                  # bf16, dense
 
@@ -628,18 +648,26 @@ class Clock:
         self.run, self.tokens, self.step = run, tokens, run.at["step"]
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
         self.peak = max(((len(k), v) for k, v in self.PEAK.items() if k in name), default=(0, 0))[1]
-        self.skip()
+        self.start = self.now()
 
-    def skip(self):
-        """Leave out the time since the last lap."""
-        self.start = time.perf_counter()
-
-    def lap(self, step):
+    def now(self):
+        """The time at which all work so far is done."""
         if self.run.device.type == "cuda":
             torch.cuda.synchronize(self.run.device)
-        seconds = time.perf_counter() - self.start
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Leave out the time of what is done meanwhile."""
+        before = self.now()
+        yield
+        self.start += self.now() - before
+
+    def lap(self, step):
+        now = self.now()
+        seconds = now - self.start
         speed = (step - self.step) * self.tokens / max(seconds, 1e-9)
-        self.start, self.step = time.perf_counter(), step
+        self.start, self.step = now, step
         out = dict(seconds=seconds, tokens_per_s=speed)
         if self.peak:
             out["mfu"] = speed * self.run.model.flops_per_token() / self.peak / self.run.mesh.world
@@ -666,6 +694,7 @@ def train(run):
                     "RL starts from what is there")
         run.at = dict(at, stage="rl", step=0, done=False)
         run.opt = adamw(run.model, 0.0)
+        save(run)       # so that --resume goes on with RL from here on
     reinforce(run)
     if not run.stop:
         summary(run, "rl")
@@ -681,9 +710,8 @@ def go(run, state):
         run.log = open(os.devnull, "w")
         evaluate(run, run.at["stage"] if state else "eval", run.at["step"], final=True)
         return 0
-    with locked(run):
+    with locked(run), stopped_by_signals(run):
         open_log(run, state)
-        on_signal(run)
         if not state:
             run.opt = adamw(run.model, run.cfg.weight_decay)
             save(run)       # so that a run killed at its first step can be resumed
@@ -691,7 +719,7 @@ def go(run, state):
     if run.stop:
         start = f"torchrun --nproc_per_node {run.mesh.world}" if run.mesh.world > 1 else "python"
         run.say(f"saved {latest_checkpoint(run.out)}; go on with: {start} train.py --resume "
-                f"--stage {run.cfg.stage} --out {run.cfg.out}")
+                f"--out {run.cfg.out}")
         return 130
     return 0
 
@@ -703,8 +731,12 @@ def locked(run):
     if not run.leads:
         yield
         return
-    run.out.mkdir(parents=True, exist_ok=True)
-    with open(run.out / "lock", "w") as file:
+    try:
+        run.out.mkdir(parents=True, exist_ok=True)
+        file = open(run.out / "lock", "w")
+    except OSError as error:
+        raise Refused(f"--out {run.out}: no run can be kept there: {error.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -820,7 +852,7 @@ def checkpoints(out):
     """Whole checkpoints below a run's folder, oldest first."""
     found = [p for p in (Path(out) / "checkpoints").glob("*")
              if re.fullmatch(r"(pretrain|rl)-\d+", p.name)]
-    return sorted(found, key=lambda p: (p.name.startswith("rl"), p.name))
+    return sorted(found, key=lambda p: (p.name.startswith("rl"), int(p.name.split("-")[1])))
 
 
 def latest_checkpoint(out):
@@ -948,22 +980,29 @@ def settle(run, due):
 
 
 # ----------------------------------------------------------------------------------- starting a run
+def goes_on(cfg):
+    """Does the run go on from a checkpoint in --out?"""
+    return cfg.resume or (cfg.stage in ("rl", *LOOKING) and not cfg.init_from)
+
+
 def open_run(cfg, given, device):
     """The run that the flags ask for: a new one, or one that goes on from its checkpoint."""
+    path = refusing(latest_checkpoint, cfg.out)
     if Path(cfg.out).exists() and not Path(cfg.out).is_dir():
         raise Refused(f"--out {cfg.out}: is a file, and a run needs a folder")
-    path = latest_checkpoint(cfg.out)
-    goes_on = cfg.resume or (cfg.stage in ("rl", *LOOKING) and not cfg.init_from)
-    if goes_on and not path:
+    if goes_on(cfg) and not path:
         raise Refused(f"{cfg.out} holds no checkpoint: " + (
             "--resume has nothing to go on from" if cfg.resume else
             f"--stage {cfg.stage} needs a trained model there, or --init-from"))
+    if (cfg.data and not goes_on(cfg) and cfg.stage not in LOOKING
+            and Path(cfg.data).resolve() == Path(cfg.out).resolve()):
+        raise Refused(f"--out {cfg.out}: is the text itself, which the run's log would change")
     # A log alone is a run that was killed before it had begun.
-    if not goes_on and path and cfg.stage not in ("eval", "sample"):
+    if not goes_on(cfg) and path and cfg.stage not in ("eval", "sample"):
         raise Refused(f"{cfg.out} holds another run: use --resume to go on with it, "
                       "or another --out")
     state = None
-    if goes_on:
+    if goes_on(cfg):
         cfg, state = continued(cfg, given, path)
     elif cfg.init_from:
         cfg = shape_from(cfg, given)
@@ -975,7 +1014,7 @@ def open_run(cfg, given, device):
         run = Run(cfg, device)
         for split in ("train", "val") if run.corpus else ():
             run.corpus.batch(0, split, 0, np.arange(1), cfg.seq_len + 1)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise Refused(str(error)) from None
     check_world(run)
     if run.corpus and run.task.prompt_len + run.task.answer_len > cfg.seq_len:
@@ -986,9 +1025,9 @@ def open_run(cfg, given, device):
             raise Refused(f"the text of {cfg.data or 'the default corpus'} is not the one that the "
                           f"run in {cfg.out} was trained on; its sha256 differs")
         run.at = at = state["at"]
-        # More --steps than before reopen a pretraining that ended without reaching the gate.
+        # More --steps than it made reopen a pretraining that ended without reaching the gate.
         if (at["stage"] == "pretrain" and cfg.stage in ("all", "pretrain")
-                and at["step"] < cfg.steps):
+                and "steps" in given and at["step"] < cfg.steps):
             at["done"] = at["passed"] is not None and at["passed"] >= cfg.gate
         fresh = at["stage"] == "pretrain" and at["done"]             # RL starts with new moments
         run.opt = adamw(run.model, 0.0 if run.at["stage"] == "rl" else cfg.weight_decay)
@@ -1014,7 +1053,8 @@ def continued(cfg, given, path):
             and "steps" in given and cfg.steps != old.steps):
         raise Refused(f"--steps {cfg.steps}: the run in {cfg.out} is past its pretraining of "
                       f"{old.steps} steps; --rl-steps is what can be changed")
-    changed = {n: getattr(cfg, n) for n in given & free | {"stage", "out", "resume"}}
+    state["at"].setdefault("text_steps", text_steps(old))       # checkpoints of before lack it
+    changed = {n: getattr(cfg, n) for n in given & free | {"out", "resume"}}
     if who()[1] % old.ep:               # other processes than before: a mesh that fits any number
         changed.setdefault("ep", 1)
     return dataclasses.replace(old, **changed), state
@@ -1023,7 +1063,7 @@ def continued(cfg, given, path):
 def shape_from(cfg, given):
     """cfg with the shape of the model in --init-from, a run or an exported folder; and with its
     precision where no weight will change. Only a row's length is free: no weight depends on it."""
-    path = latest_checkpoint(cfg.init_from)
+    path = refusing(latest_checkpoint, cfg.init_from)
     if hf.is_folder(cfg.init_from):
         old = refusing(hf.read_config, cfg.init_from)
     elif path:
@@ -1073,6 +1113,8 @@ def check(cfg):
     for name in ("clip", "ratio_max", "text_share"):
         if not getattr(cfg, name) > 0:
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be above 0")
+    if cfg.seed >= 2 ** 63:
+        raise Refused(f"--seed {cfg.seed}: must be below 2 ** 63")
     for name in ("gate", "mix_lr"):
         if not 0 <= getattr(cfg, name) <= 1:
             raise Refused(f"{flag(name)} {getattr(cfg, name)}: must be 0 to 1")
@@ -1091,7 +1133,8 @@ def check_world(run):
 
 
 def open_log(run, state):
-    """log.jsonl: cut back to the checkpoint that the run goes on from, or begun with a header."""
+    """log.jsonl: cut back to the checkpoint that the run goes on from; one that is new or was moved
+    away begins with a header."""
     path = run.out / "log.jsonl"
     if not run.leads:
         run.log = open(os.devnull, "w")
@@ -1105,7 +1148,7 @@ def open_log(run, state):
         except ValueError:
             raise Refused(f"{path} is damaged: move it away, and --resume writes another") from None
     run.log = open(path, "a" if state else "w")
-    if not state:
+    if not run.rows:
         total, active = run.model.parameters_active()
         run.write(config=dataclasses.asdict(run.cfg), device=str(run.device),
                   device_name=device_name(run), processes=run.mesh.world,
@@ -1145,23 +1188,37 @@ def parse(argv):
         def error(self, message):
             raise Refused(message)
     p = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-               argument_default=argparse.SUPPRESS,
-               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+               argument_default=argparse.SUPPRESS)
     for f in dataclasses.fields(Config):
         kw = (dict(action="store_true") if f.type is bool else
               dict(type=f.type, choices=f.metadata["choices"]))
         text = f.metadata["help"] + ("" if f.default in ("", False) else f" ({f.default})")
         p.add_argument(flag(f.name), help=text.replace("%", "%%"), **kw)
     given = vars(p.parse_args(argv))
-    device = pick_device(given.get("device", "auto"))
+    device = pick_device(given["device"] if "device" in given else kept_device(Config(**given)))
     preset = given.get("preset") or ("small" if device.type == "cuda" else "tiny")
     cfg = Config(**{**PRESETS[preset], "preset": preset, **given})
     return cfg, set(given), device
 
 
+def kept_device(cfg):
+    """--device of the run that cfg goes on with, where there is such a device here; else auto."""
+    try:
+        path = latest_checkpoint(cfg.out) if goes_on(cfg) else None
+        name = json.loads((path / "run.json").read_text())["config"]["device"] if path else "auto"
+        pick_device(name)
+        return name
+    except (OSError, ValueError, KeyError, TypeError, Refused):     # faults are named later on
+        return "auto"
+
+
+OLDEST = (8, 0)     # compute capability of the first GPUs that multiply bf16
+
+
 def pick_device(name):
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        fit = torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST
+        name = "cuda" if fit else "cpu"
     if not re.fullmatch(r"(cpu|cuda)(:(0|[1-9][0-9]*))?", name, re.ASCII):
         raise Refused(f"--device {name}: allowed are cpu, cuda, cuda:1 and so on, and auto")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -1170,12 +1227,16 @@ def pick_device(name):
     here = torch.cuda.device_count() if kind == "cuda" else 1
     if int(number or 0) >= here:
         raise Refused(f"--device {name}: the last one here is {kind}:{here - 1}")
+    if kind == "cuda" and torch.cuda.get_device_capability(int(number or 0)) < OLDEST:
+        raise Refused(f"--device {name}: has no bf16 tensor cores (compute capability 8.0); "
+                      "use --device cpu")
     if kind == "cuda" and number:
         torch.cuda.set_device(int(number))      # where Triton launches its kernels
     return torch.device(name)
 
 
-def on_signal(run):
+@contextlib.contextmanager
+def stopped_by_signals(run):
     """Ctrl-C and SIGTERM finish the step, save and stop; a second Ctrl-C stops at once. SIGTERM can
     come more than once, from torchrun or at its death, and means no more by that."""
     def handle(number, _):
@@ -1184,8 +1245,12 @@ def on_signal(run):
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         run.stop = True
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def keep_freed_memory():

@@ -38,6 +38,7 @@ ENWIK8_SHA1 = "57b8363b814821dc9d47aa4d41f58733519076b2"
 SOURCES = ("--data takes a text file, a folder of text files, a prepared folder with train.bin and "
            "val.bin, or the word enwik8")
 PREPARED_FILES = ("train.bin", "val.bin", "meta.json")
+RUN_FILES = ("lock", "log.jsonl", "checkpoints")        # of a run of train.py, in its --out
 
 
 # ------------------------------------------------------------------------- randomness without state
@@ -151,7 +152,7 @@ def standard_library():
 
 
 def text_folder(root):
-    """Every file below `root` that is text; what is hidden stays out."""
+    """Every file below `root` that is text; what is hidden and folders of runs stay out."""
     files = dict(read_texts(root, omit=lambda name: name.startswith(".")))
     return Corpus(root.resolve().name, *split_files(files, root))
 
@@ -179,7 +180,8 @@ def read_texts(root, omit):
     A file with a zero byte is no text. `omit` says which names of files and folders to pass over.
     """
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not omit(name)]
+        subfolders[:] = [name for name in subfolders
+                         if not omit(name) and not holds_run(Path(folder, name))]
         for name in names:
             path = Path(folder, name)
             if omit(name) or not path.is_file():                # no broken links, pipes or sockets
@@ -189,6 +191,12 @@ def read_texts(root, omit):
                 text += b"" if b"\0" in text else file.read()
             if b"\0" not in text:
                 yield path.relative_to(root).as_posix(), text
+
+
+def holds_run(folder):
+    """A run inside the text that it reads must not change it. Two of its files are enough: it may
+    be about to begin, or its log moved away."""
+    return sum((folder / name).exists() for name in RUN_FILES) >= 2
 
 
 def split_files(files, root):

@@ -196,6 +196,15 @@ def test_folder_takes_text_only(tmp_path):
     assert len(corpus.val) == 12  # one file cannot be split by path
 
 
+def test_folders_of_runs_are_no_text(tmp_path):
+    write_tree(tmp_path, {"a.txt": "plain\n" * 20, "sub/log.jsonl": "a log that is text\n"})
+    before = load_corpus(str(tmp_path)).sha256
+    for out, names in dict(a=["lock", "log.jsonl"], b=["log.jsonl", "checkpoints/p/run.json"],
+                           c=["lock", "checkpoints/p/run.json", "moved-log.jsonl"]).items():
+        write_tree(tmp_path, {f"sub/{out}/{name}": "of a run\n" for name in names})
+        assert load_corpus(str(tmp_path)).sha256 == before
+
+
 def test_text_file_keeps_its_last_tenth_for_val(tmp_path):
     write_tree(tmp_path, {"a.txt": bytes(range(1, 206))})
     corpus = load_corpus(str(tmp_path / "a.txt"))

@@ -40,8 +40,8 @@ def some_batch(run, step=0):
 
 
 def same_to_summation(a, b):
-    """Equal but for the order in which fp32 sums were formed, and for blocks along T that hold other
-    tokens: numbers far below a block's largest are rounded on its grid."""
+    """Equal but for the order in which fp32 sums were formed, and for blocks along T that hold
+    other tokens: numbers far below a block's largest are rounded on its grid."""
     return all(torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-5 * float(a[n].abs().max()))
                for n in a)
 
@@ -213,6 +213,34 @@ def test_stochastic_rounding_of_another_step_would_not_pass_as_summation():
     a = gradients(run, train.rl_losses(run, 0, batch, advantage, []))
     run.begin(train.RL, 1)
     assert not same_to_summation(a, gradients(run, train.rl_losses(run, 0, batch, advantage, [])))
+
+
+@RECIPES
+def test_micro_batches_change_no_bit_of_a_rollout_and_bound_its_memory(precision, monkeypatch):
+    run, sizes = new_run(precision), []
+    whole = train.rollout(run, 3)
+    run.cfg.rl_micro_batch = 4
+    forward = run.model.forward
+    monkeypatch.setattr(run.model, "forward", lambda rows, *args, **kw: (
+        sizes.append(len(rows)), forward(rows, *args, **kw))[1])
+    assert all(torch.equal(a, b) for a, b in zip(whole, train.rollout(run, 3)))
+    with_rewards(monkeypatch, np.zeros)
+    train.rl_step(run, 3, 1e-3)         # without signal, so that nothing is learned
+    assert set(sizes) == {4}
+
+
+def test_pieces_of_a_rollout_that_end_at_different_bytes_are_padded(monkeypatch):
+    run = new_run()
+    bias = torch.zeros(256)
+    bias[train.NEWLINE] = 6.0           # about two of three answers end at each byte
+    forward = run.model.forward
+    monkeypatch.setattr(run.model, "forward",
+                        lambda rows, *args, **kw: forward(rows, *args, **kw) + bias)
+    whole = train.rollout(run, 0)
+    run.cfg.rl_micro_batch = 1
+    lengths = [int(mask.sum()) for mask in train.rollout(run, 0)[3]]
+    assert len(set(lengths)) > 1
+    assert all(torch.equal(a, b) for a, b in zip(whole, train.rollout(run, 0)))
 
 
 # -------------------------------------------------------------------------------------------- steps

@@ -14,20 +14,22 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import train
-from data import prepare
+from data import plot, prepare
 from data.task import Task
 from model import GPT
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = str(ROOT / "data" / "task.py")
 TINY = f"""
-    --data {TEXT} --precision nvfp4 --dim 32 --heads 2 --kv-heads 1 --expert-dim 32 --seq-len 32
+    --device cpu --data {TEXT} --precision nvfp4
+    --dim 32 --heads 2 --kv-heads 1 --expert-dim 32 --seq-len 32
     --batch 4 --steps 4 --text-share 0.5 --gate 1 --gate-every 2 --warmup 2 --log-every 1
     --save-every 3 --eval-every 3 --eval-rows 1 --eval-problems 8 --task sort4 --rl-lr 1e-3
     --rl-steps 4 --prompts 2 --group 4 --rl-text-rows 2 --rl-eval-every 3 --rl-warmup 2""".split()
@@ -44,15 +46,6 @@ def untrained_models_earn_rewards():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Task, "rewards", even_first_byte)
         yield
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before():
-    """main() takes over Ctrl-C; the next test gets it back."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def start(out, *flags):
@@ -90,6 +83,16 @@ def tensors(path):
     opt = train.adamw(model, 0.0)
     train.load_tensors(path, model, opt)
     return train.tensors_of(model, opt)
+
+
+def rewrite(path, change):
+    """Change the run.json of a checkpoint, and its sum."""
+    state = json.loads((path / "run.json").read_text())
+    change(state)
+    (path / "run.json").write_text(json.dumps(state))
+    sums = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(
+        json.dumps(sums | {"run.json": train.digest(path / "run.json")}))
 
 
 def rows(out):
@@ -164,7 +167,7 @@ def killed(argv, where):
     assert process.exitcode == -signal.SIGKILL
 
 
-# Saves come at pretrain 0, 3, 4 and rl 3, 4; evaluations at pretrain 3, 4 and rl 0, 3, 4.
+# Saves come at pretrain 0, 3, 4 and rl 0, 3, 4; evaluations at pretrain 3, 4 and rl 0, 3, 4.
 KILLS = {
     "before the first step": ("pretrain_step", 1, False),
     "after a step, before its row": ("pretrain_step", 2, True),
@@ -175,7 +178,7 @@ KILLS = {
     "between two saves of RL": ("rl_step", 3, False),
     "while writing a row of RL": "half a row",
     "after an evaluation that is not saved": ("evaluate", 4, True),
-    "at the very end": ("replace", 5, True),
+    "at the very end": ("replace", 6, True),
 }
 
 
@@ -185,6 +188,31 @@ def test_killed_and_resumed_a_run_ends_as_the_unbroken_one(finished, tmp_path, w
     killed([*TINY, "--out", str(out)], where)
     assert resume(out) == 0
     assert_same_run(out, finished)
+
+
+@pytest.mark.parametrize("where", [("pretrain_step", 2, False), ("pretrain_step", 4, True)])
+def test_resumed_a_run_of_pretraining_alone_stays_one(pretrained, tmp_path, where):
+    out = tmp_path / "run"
+    killed([*TINY, "--stage", "pretrain", "--out", str(out)], where)
+    assert resume(out) == 0
+    assert_same_run(out, pretrained)
+
+
+def test_resumed_a_run_of_rl_alone_stays_one(pretrained, tmp_path):
+    flags = ["--stage", "rl", "--init-from", str(pretrained), "--rl-steps", "2"]
+    assert start(tmp_path / "whole", *flags) == 0
+    for name, call in (("replace", 1), ("rl_step", 2)):     # the first save, and before the next
+        out = tmp_path / name
+        killed([*TINY, *flags, "--out", str(out)], (name, call, True))
+        assert resume(out) == 0
+        assert_same_run(out, tmp_path / "whole")
+
+
+def test_rl_of_a_pretrained_run_killed_before_its_first_step_is_resumed(pretrained, tmp_path):
+    out = Path(shutil.copytree(pretrained, tmp_path / "run"))
+    killed(["--stage", "rl", "--out", str(out)], ("rl_step", 1, False))
+    assert resume(out) == 0
+    assert train.latest_checkpoint(out).name == "rl-000004"
 
 
 def test_killed_in_its_first_save_a_run_starts_anew_with_the_same_command(finished, tmp_path):
@@ -235,7 +263,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_resume(
     interrupt_in(monkeypatch, name, call)
     assert start(out) == 130
     assert train.latest_checkpoint(out).name == saved
-    assert f"python train.py --resume --stage all --out {out}" in capsys.readouterr().out
+    assert f"python train.py --resume --out {out}" in capsys.readouterr().out
     monkeypatch.undo()
     assert resume(out) == 0
     assert_same_run(out, finished)
@@ -253,6 +281,13 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_save_stays(
     assert_same_run(out, finished)
 
 
+def test_main_leaves_the_signals_as_they_were(tmp_path, monkeypatch):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    interrupt_in(monkeypatch, "pretrain_step", 1, times=2)
+    assert start(tmp_path / "run") == 130
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 def test_ctrl_c_at_a_real_process(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "train.py", *TINY, "--steps", "100000", "--text-share", "1",
@@ -266,7 +301,7 @@ def test_ctrl_c_at_a_real_process(tmp_path):
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors == ""
-    assert f"--resume --stage all --out {out}" in output
+    assert f"--resume --out {out}" in output
     step = int(train.latest_checkpoint(out).name.split("-")[1])
     assert rows(out)[1][-1]["step"] == step
 
@@ -320,8 +355,29 @@ def test_each_step_and_each_evaluation_has_its_row(finished):
 def test_rl_on_a_cpu_agrees_with_its_rollouts(finished):
     for row in rows(finished)[1]:
         if "k3" in row:
-            assert row["logp_diff_median"] < 1e-6 and row["logp_diff_share"] <= 0.05  # of 40 bytes
-            assert row["grad_norm"] > 0
+            assert row["logp_diff_max"] == 0 and row["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("stage, tokens", [("pretrain", 128), ("rl", 8 * 9)])
+def test_evaluations_and_the_gate_do_not_slow_a_run_down_in_its_log(
+        tmp_path, monkeypatch, capsys, stage, tokens):
+    """By a clock of our own: a step takes a second, what is measured minutes. Between two rows lie
+    evaluations and measurements of the gate."""
+    now = [0.0]
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    costs = dict(pretrain_step=1, rl_step=1, text_bpb=100, attempt=1000)
+    for name, seconds in costs.items():
+        def taking(*args, original=getattr(train, name), seconds=seconds, **kw):
+            now[0] += seconds
+            return original(*args, **kw)
+        monkeypatch.setattr(train, name, taking)
+    assert start(tmp_path / "run", "--steps", 10, "--log-every", 4, "--rl-eval-every", 1) == 0
+    steps = [r for r in rows(tmp_path / "run")[1] if r["stage"] == stage and "loss" in r]
+    assert [r["seconds"] for r in steps] == ([4, 4, 2] if stage == "pretrain" else [1] * 4)
+    assert {r["tokens_per_s"] for r in steps} == {tokens}
+    if stage == "pretrain":     # text to 5, then the gate at 7 and 9, evaluations at 3, 6, 9 and 10
+        assert [r.get("eval_seconds") for r in steps] == [None, 1000, 1000]
+        assert "pretrain: 10 steps in 5410 s" in capsys.readouterr().out    # 3 of them attempts
 
 
 def test_no_terminal_no_progress_bar_but_a_summary_with_a_curve(tmp_path):
@@ -353,6 +409,15 @@ def test_where_the_gate_is_reached_pretraining_ends(tmp_path, capsys):
     # Text to 10, then a measurement every 2.
     assert train.latest_checkpoint(tmp_path / "run").name == "pretrain-000012"
     assert "was not reached" not in capsys.readouterr().out
+
+
+def test_the_size_of_an_evaluation_does_not_change_the_run(tmp_path, monkeypatch):
+    asked, original = [], train.pass_rate
+    monkeypatch.setattr(train, "pass_rate", lambda run, draw, n, split="test", **kw: (
+        asked.append((split, n)), original(run, draw, n, split, **kw))[1])
+    for n in (8, 16):
+        assert start(tmp_path / f"{n}", "--stage", "pretrain", "--eval-problems", n) == 0
+    assert [n for split, n in asked if split == "train"] == [train.GATE_PROBLEMS] * 2
 
 
 def test_text_alone_has_no_task_and_no_rl(tmp_path):
@@ -410,7 +475,13 @@ def test_pass_at_8_counts_problems_that_any_of_8_answers_solves(monkeypatch):
     run = train.Run(train.Config(data=TEXT, dim=32, seq_len=32, task="sort4"), torch.device("cpu"))
     table = np.zeros((6, 8), np.float32)
     table[[0, 0, 3, 5], [1, 2, 7, 0]] = 1
-    monkeypatch.setattr(train, "attempt", lambda run, problems, draw: (None, table.ravel()))
+
+    def attempt(run, problems, draw):
+        different = run.task.problems(0, "test", np.arange(6))
+        assert (problems.reshape(6, 8, -1) == different[:, None]).all()     # as table.reshape
+        return None, table.ravel()
+
+    monkeypatch.setattr(train, "attempt", attempt)
     assert train.pass_at(run, 0, 8, 6) == 0.5
 
 
@@ -459,9 +530,68 @@ def test_a_finished_run_goes_on_with_more_steps(copy, finished, tmp_path):
     assert_same_run(copy, finished)  # nothing left to do
     assert resume(copy, "--rl-steps", 5) == 0
     assert train.latest_checkpoint(copy).name == "rl-000005"
-    assert start(tmp_path / "run", "--stage", "pretrain", "--steps", 3) == 0
-    assert resume(tmp_path / "run", "--stage", "pretrain", "--steps", 5) == 0
-    assert train.latest_checkpoint(tmp_path / "run").name == "pretrain-000005"
+    for share in (0.5, 1):
+        out = tmp_path / f"{share}"
+        assert start(out, "--stage", "pretrain", "--steps", 3, "--text-share", share) == 0
+        assert resume(out, "--steps", 5) == 0
+        assert train.latest_checkpoint(out).name == "pretrain-000005"
+        phases = [r["phase"] for r in rows(out)[1] if "phase" in r]
+        assert phases == ["text"] * 5 if share == 1 else ["text"] * 2 + ["mix"] * 3
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["new checkpoint", "one without text_steps"])
+def test_more_steps_do_not_throw_a_mixture_back_to_text(tmp_path, monkeypatch, known):
+    out = tmp_path / "run"
+    interrupt_in(monkeypatch, "pretrain_step", 3)
+    assert start(out, "--stage", "pretrain") == 130
+    monkeypatch.undo()
+    if not known:
+        rewrite(train.latest_checkpoint(out), lambda state: state["at"].pop("text_steps"))
+    for steps in (8, 12):
+        assert resume(out, "--steps", steps) == 0
+    phases = [r["phase"] for r in rows(out)[1] if "phase" in r]
+    assert phases == ["text"] * 2 + ["mix"] * 10
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_with_no_more_steps_than_it_made_a_run_ends_its_pretraining_there(
+        tmp_path, monkeypatch, capsys, steps):
+    out = tmp_path / "run"
+    interrupt_in(monkeypatch, "pretrain_step", 4)
+    assert start(out, "--steps", 6, "--gate-every", 1, "--text-share", 0.3) == 130
+    monkeypatch.undo()
+    assert resume(out, "--steps", steps + 1) == 0
+    assert "pretrain: 4 steps in" in capsys.readouterr().out
+    final = [r["step"] for r in rows(out)[1] if r["stage"] == "pretrain" and "pass_rate" in r]
+    assert final == [4] and train.latest_checkpoint(out).name == "rl-000004"
+
+
+def test_the_latest_checkpoint_is_that_of_the_most_steps(tmp_path):
+    for name in ("pretrain-1000000", "pretrain-999900", "rl-000003"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [p.name for p in train.checkpoints(tmp_path)] == [
+        "pretrain-999900", "pretrain-1000000", "rl-000003"]
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_a_resumed_run_keeps_its_device_where_it_exists(copy, monkeypatch, here):
+    def device(*flags):
+        return str(train.parse([*flags, "--out", str(copy)])[2])
+
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number=0: capability[0])
+    assert device("--stage", "pretrain") == "cuda"      # no run that goes on
+    assert device("--resume") == device("--stage", "rl") == "cpu"
+    assert device("--resume", "--device", "cuda") == "cuda"
+    rewrite(train.latest_checkpoint(copy), lambda state: state["config"].update(device="cuda:1"))
+    assert device("--resume") == ("cuda:1" if here == 2 else "cuda")
+    capability[0] = (7, 5)
+    assert device("--resume") == device("--stage", "pretrain") == "cpu"
+    with pytest.raises(train.Refused, match="--device cuda: has no bf16 tensor cores"):
+        device("--device", "cuda")
 
 
 def test_other_entries_among_the_checkpoints_do_no_harm(copy):
@@ -506,6 +636,9 @@ def failed(capsys, argv):
     (["--device", "cpu:00"], ["--device cpu:00", "allowed are"]),
     (["--steps", "many"], ["--steps", "'many'"]),
     (["--steps", 0], ["--steps 0", "at least 1"]),
+    (["--seed", 10 ** 20], ["--seed 1000", "below 2 ** 63"]),
+    (["--data", "a" * 300], ["a" * 300]),
+    (["--init-from", "a" * 300], ["a" * 300]),
     (["--group", 1], ["--group 1", "at least 2"]),
     (["--lr", "nan"], ["--lr nan", "at least 0"]),
     (["--clip", 0], ["--clip 0", "above 0"]),
@@ -543,7 +676,12 @@ def test_a_damaged_log_is_named(capsys, tmp_path):
     assert train.main([*map(str, TINY), "--out", str(out), "--stage", "pretrain"]) == 0
     log = out / "log.jsonl"
     log.write_text("{" + log.read_text())
-    assert "log.jsonl is damaged" in refused(capsys, ["--resume", "--out", out])
+    assert "log.jsonl is damaged: move it away" in refused(capsys, ["--resume", "--out", out])
+    log.rename(tmp_path / "damaged.jsonl")
+    assert resume(out, "--steps", 5) == 0
+    header, others = rows(out)
+    assert header["config"]["steps"] == 5 and others[0]["step"] == 5
+    assert plot.read_run(log).config == header["config"]
 
 
 @pytest.mark.parametrize("name, data, parts", [
@@ -565,7 +703,7 @@ def test_data_that_is_missing_empty_short_or_no_text_is_refused(
 
 
 def test_a_real_process_refuses_with_exit_code_2(tmp_path):
-    done = subprocess.run([sys.executable, "train.py", "--top-k", "9",
+    done = subprocess.run([sys.executable, "train.py", "--top-k", "9", "--device", "cpu",
                            "--out", str(tmp_path / "run")],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
@@ -594,6 +732,8 @@ def test_a_file_is_no_output_folder(capsys, tmp_path):
     (tmp_path / "notes").write_text("mine")
     assert str(tmp_path / "notes") in refused(capsys, [*TINY, "--out", tmp_path / "notes"])
     assert (tmp_path / "notes").read_text() == "mine"
+    for out in (tmp_path / "notes" / "run", tmp_path / ("a" * 300)):
+        assert str(out) in refused(capsys, [*TINY, "--out", out])
 
 
 def test_another_model_in_init_from_is_refused(capsys, finished, tmp_path):
@@ -610,6 +750,22 @@ def test_a_text_that_has_changed_since_is_refused(capsys, tmp_path):
     before = contents(tmp_path / "run")
     assert "sha256" in refused(capsys, ["--resume", "--out", tmp_path / "run"])
     assert contents(tmp_path / "run") == before
+    other = tmp_path / "other.txt"
+    other.write_bytes(Path(TEXT).read_bytes())
+    text.unlink()
+    assert "does not exist" in refused(capsys, ["--resume", "--out", tmp_path / "run"])
+    assert resume(tmp_path / "run", "--data", other, "--steps", 2) == 0     # moved, but the same
+    assert resume(tmp_path / "run") == 0                                    # and remembered
+
+
+def test_a_run_inside_its_text_can_be_resumed(capsys, tmp_path):
+    text = Path(shutil.copytree(ROOT / "data", tmp_path / "text",
+                                ignore=shutil.ignore_patterns("runs", "__pycache__")))
+    assert "--out" in refused(capsys, [*TINY, "--data", text, "--out", text])
+    flags = ("--data", text, "--stage", "pretrain", "--steps", 1)
+    assert start(text / "out", *flags) == 0 and start(text / "sub" / "out2", *flags) == 0
+    assert resume(text / "out", "--steps", 2) == 0
+    assert rows(text / "out")[0]["corpus_sha256"] == rows(text / "sub" / "out2")[0]["corpus_sha256"]
 
 
 def flip_a_byte(path):
@@ -648,12 +804,7 @@ def test_with_the_damaged_checkpoint_deleted_the_run_goes_on_from_the_one_before
 
 def test_tensors_of_another_model_are_refused(capsys, copy, finished):
     path = train.latest_checkpoint(copy)
-    state = json.loads((path / "run.json").read_text())
-    state["config"]["expert_dim"] = 64
-    (path / "run.json").write_text(json.dumps(state))
-    sums = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(
-        json.dumps(sums | {"run.json": train.digest(path / "run.json")}))
+    rewrite(path, lambda state: state["config"].update(expert_dim=64))
     sentence = refused(capsys, ["--resume", "--out", copy])
     assert str(path) in sentence and "another model" in sentence
 
@@ -674,8 +825,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
 
 @contextmanager
 def disk_of(n):
-    """Meanwhile no file grows beyond n bytes, as on a disk that is nearly full; the limit ends before
-    the test does, because pytest's own output may be a longer file."""
+    """Meanwhile no file grows beyond n bytes, as on a disk that is nearly full; the limit ends
+    before the test does, because pytest's own output may be a longer file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
     try:

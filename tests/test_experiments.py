@@ -316,7 +316,8 @@ def test_rounding_after_training_is_not_exporting(place, monkeypatch):
     for p in ("bf16", "nvfp4"):
         out = place.out("calibration", p, 0)
         flags = experiments.flags_of(Arm(p), "smoke") | dict(data=TEXT)
-        assert train.main([*words_of(flags), "--out", str(out), "--seed", "0"]) == 0
+        where = ["--out", str(out), "--seed", "0", "--device", "cpu"]
+        assert train.main([*words_of(flags), *where]) == 0
         experiments.keep_log(place.log("calibration", p, 0), out, "")
     row, = measure.rounded(place)
     assert row["export_off"] == 0 and row["bf16_in_nvfp4"] != row["bf16"]

@@ -221,6 +221,23 @@ def test_two_streams_at_once_do_not_share_a_cache():
     assert 1 <= len(gpt.decoders) <= 2
 
 
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "nvfp4", "nvfp4-tensor"])
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_rollouts_have_the_probabilities_of_the_trainer(preset, precision):
+    """Bit for bit, at the shapes of RL; not where one scale serves all tokens."""
+    cfg = train.parse(["--preset", preset])[0]
+    gpt = model.GPT(cfg.model(), precision, 3).to("cuda")
+    with torch.no_grad():
+        for p in gpt.parameters():          # far from how they start
+            p.mul_(1.5) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
+    gpt.weights_changed()
+    prompts = torch.randint(256, (512, 7), device="cuda")
+    answers, logp, _ = gpt.generate(prompts, 8, seed=5)
+    right = train.policy_terms(gpt, prompts, answers)[0].detach()
+    assert torch.equal(logp, right) == (precision != "nvfp4-tensor")
+
+
 @pytest.mark.skipif(not CUDA, reason="compares a CUDA GPU with a CPU")
 @pytest.mark.parametrize("precision", quant.RECIPES)
 def test_a_gpu_learns_what_a_cpu_learns(precision, monkeypatch):

@@ -358,7 +358,7 @@ def sizes_kept(place, name):
     """The sizes at which something of that name is kept. Each experiment has runs of its own."""
     folders = {size: replace(place, size=size).folder(name) for size in SIZES}
     return [size for size, folder in folders.items()
-            if folder.exists() or folder.with_suffix(".jsonl").exists()]
+            if any(folder.glob("*.jsonl")) or folder.with_suffix(".jsonl").exists()]
 
 
 def paired(a, b):

@@ -248,7 +248,7 @@ def table(name, rows):
 
 def main(name, place, only_table):
     """Measure, unless the table alone is asked for; keep the rows; print them."""
-    path = place.runs / (f"{name}.jsonl" if place.size == "gpu" else f"{name}-{place.size}.jsonl")
+    path = place.folder(name).with_suffix(".jsonl")
     if not only_table:
         torch.set_num_threads(1)
         rows = MEASUREMENTS[name](place)

@@ -64,7 +64,8 @@ def _can_run(name, device):
     if name == "native" and capability not in NATIVE:
         return (f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}."
                 f"{capability[1]}; block-scaled tensor cores need 10.0 or 10.3")
-    return "bf16 tensor cores need compute capability 8.0" if capability < (8, 0) else None
+    too_old = capability < quant.BF16_CORES
+    return "bf16 tensor cores need compute capability 8.0" if too_old else None
 
 
 def use(name, device=None):
@@ -877,19 +878,19 @@ def payload(x, fmt, index=None):
 
 def cast(x, fmt, *, axis=-1, dtype=torch.bfloat16, into=None, **kw):
     """The exact values in `fmt` of x, a tensor or a packed one, as a tensor: what an emulated GEMM
-    reads, and what the numbers on a wire decode to.
+    reads.
 
     A packed tensor is decoded (axis=-1), or decoded and rounded again along its rows (axis=-2).
     rounding, seed, outer, rows, cols: as in quantize; counts: int32 [E] real rows of x [R, K]
-    sorted by expert; padding becomes zero. index: of a tensor, which rows.
-    swiglu: x is [gate | up], and silu(gate) * up in bf16 is rounded. into: where to write.
+    sorted by expert; padding becomes zero. swiglu: x is [gate | up], and silu(gate) * up in bf16 is
+    rounded. into: where to write.
     """
     dtype = dtype or torch.bfloat16
     if fmt not in ("bf16", "mxfp8", "nvfp4") and torch.is_tensor(x):
         return quant.operand(x, fmt, axis=axis, **kw).to(dtype)
     if fmt == "bf16" or axis == -1 and isinstance(x, Quantized):
         fmt, axis = "bf16", -1
-        kw = {name: kw[name] for name in ("counts", "index", "swiglu") if name in kw}
+        kw = {name: kw[name] for name in ("counts", "swiglu") if name in kw}
     row, col, _ = _run(x, fmt, axis, ("values",), dtype=dtype, into=(into, into), **kw)
     return row.values if axis == -1 else col.values
 

@@ -981,6 +981,9 @@ def backend_for(x):
     return kernels.ops(x.device)
 
 
+BF16_CORES = (8, 0)             # compute capability of the first GPUs whose tensor cores take bf16
+
+
 def uses_kernels(device):
     """Does kernels.py compute on `device`, not the reference?"""
     if device.type != "cuda":

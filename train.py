@@ -1195,29 +1195,25 @@ def parse(argv):
         text = f.metadata["help"] + ("" if f.default in ("", False) else f" ({f.default})")
         p.add_argument(flag(f.name), help=text.replace("%", "%%"), **kw)
     given = vars(p.parse_args(argv))
-    device = pick_device(given["device"] if "device" in given else kept_device(Config(**given)))
+    device = pick_device(given["device"]) if "device" in given else kept_device(Config(**given))
     preset = given.get("preset") or ("small" if device.type == "cuda" else "tiny")
     cfg = Config(**{**PRESETS[preset], "preset": preset, **given})
     return cfg, set(given), device
 
 
 def kept_device(cfg):
-    """--device of the run that cfg goes on with, where there is such a device here; else auto."""
+    """The device of the run that cfg goes on with, where there is such a one here; else auto's."""
     try:
         path = latest_checkpoint(cfg.out) if goes_on(cfg) else None
         name = json.loads((path / "run.json").read_text())["config"]["device"] if path else "auto"
-        pick_device(name)
-        return name
+        return pick_device(name)
     except (OSError, ValueError, KeyError, TypeError, Refused):     # faults are named later on
-        return "auto"
-
-
-OLDEST = (8, 0)     # compute capability of the first GPUs that multiply bf16
+        return pick_device("auto")
 
 
 def pick_device(name):
     if name == "auto":
-        fit = torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST
+        fit = torch.cuda.is_available() and torch.cuda.get_device_capability() >= quant.BF16_CORES
         name = "cuda" if fit else "cpu"
     if not re.fullmatch(r"(cpu|cuda)(:(0|[1-9][0-9]*))?", name, re.ASCII):
         raise Refused(f"--device {name}: allowed are cpu, cuda, cuda:1 and so on, and auto")
@@ -1227,7 +1223,7 @@ def pick_device(name):
     here = torch.cuda.device_count() if kind == "cuda" else 1
     if int(number or 0) >= here:
         raise Refused(f"--device {name}: the last one here is {kind}:{here - 1}")
-    if kind == "cuda" and torch.cuda.get_device_capability(int(number or 0)) < OLDEST:
+    if kind == "cuda" and torch.cuda.get_device_capability(int(number or 0)) < quant.BF16_CORES:
         raise Refused(f"--device {name}: has no bf16 tensor cores (compute capability 8.0); "
                       "use --device cpu")
     if kind == "cuda" and number:

@@ -294,28 +294,27 @@ def limits(curves, metric):
 def numbered(labels):
     """A number for each label, from which its colour follows: the same in every picture for the
     three precisions, and another for what stands beside them."""
-    fixed = [name for name in ("bf16", "mxfp8", "nvfp4") if name in labels]
-    free = itertools.count(3 if fixed else 0)
-    return [("bf16", "mxfp8", "nvfp4").index(label) if label in fixed else next(free)
-            for label in labels]
+    fixed = ("bf16", "mxfp8", "nvfp4")
+    free = itertools.count(3 if {*fixed} & {*labels} else 0)
+    return [fixed.index(label) if label in fixed else next(free) for label in labels]
 
 
 def panel(named, metric, left, width, height):
     """One metric of all groups: its parts, and the pixels that its labels need."""
-    drawn = [(label, i, *map(thinned, mean_and_band(group, metric)))
-             for i, (label, group) in zip(numbered([label for label, _ in named]), named)]
-    drawn = [d for d in drawn if d[2]]
+    numbers = numbered([label for label, _ in named])
+    drawn = [(label, i, 1.6 if group[0].published else 2.4,
+              *map(thinned, mean_and_band(group, metric)))
+             for i, (label, group) in zip(numbers, named)]
+    drawn = [d for d in drawn if d[3]]
     if not drawn:
         raise Refused(f"none of the runs has {metric.field} in stage {metric.stage} at a step that "
                       "its seeds share")
-    axes = Axes(left, 40, width, height, *limits([d[2:] for d in drawn], metric))
+    axes = Axes(left, 40, width, height, *limits([d[3:] for d in drawn], metric))
     parts = axes.frame(metric.title, "RL step" if metric.stage == "rl" else "pretraining step")
-    parts += [axes.band(band, 1 + i % COLOURS) for _, i, _, band in drawn if band]
-    published = {label: group[0].published for label, group in named}
-    for label, i, mean, _ in drawn:
-        parts.append(axes.curve(mean, 1 + i % COLOURS, "5 3" if i >= COLOURS else "",
-                                1.6 if published[label] else 2.4))
-    labels = [(label, mean[-1], 1 + i % COLOURS) for label, i, mean, _ in drawn]
+    parts += [axes.band(band, 1 + i % COLOURS) for _, i, _, _, band in drawn if band]
+    for _, i, width, mean, _ in drawn:
+        parts.append(axes.curve(mean, 1 + i % COLOURS, "5 3" if i >= COLOURS else "", width))
+    labels = [(label, mean[-1], 1 + i % COLOURS) for label, i, _, mean, _ in drawn]
     return (parts + axes.end_labels(labels),
             20 + CHARACTER * max(len(label) for label, _, _ in labels))
 

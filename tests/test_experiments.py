@@ -87,7 +87,6 @@ def test_a_run_of_an_earlier_definition_is_not_taken(stub, place, monkeypatch):
         assert bool(place.find("convergence", "mxfp8", 0)) == (lr == 0.5)
 
 
-
 def test_a_folder_of_other_settings_or_another_text_is_not_resumed(stub, place, monkeypatch):
     monkeypatch.setenv("STOP", "mxfp8-seed0")
     assert experiments.run(place, ["convergence"], [0]) == 1
